@@ -56,8 +56,8 @@ class CoordinatorService:
 
         `fallback` is the look-up that proposes if no model drafts, or if the model has no
         proposal. `text` is the target's tokenizer. Without it, requests must contain token ids.
-        `random_bits(n)` returns n random bits, for
-        session ids and, if no seed is configured, the seeds of requests."""
+        `random_bits(n)` returns n random bits, for session ids and, if no seed is configured, the
+        seeds of requests."""
         self.config = config
         self._store = store
         self._links = targets or {}, drafts or {}

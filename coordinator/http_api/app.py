@@ -21,7 +21,7 @@ from coordinator.auth.access_control import AccessControl
 from coordinator.http_api import answers, bodies, reading, schemas
 from coordinator.http_api.answers import EventStream, Json
 from coordinator.http_api.bodies import CompletionBody, TranslatedBody
-from coordinator.http_api.body_route import Admission, BodyRoute
+from coordinator.http_api.body_route import BodyAdmission, BodyRoute
 from coordinator.http_api.progress import Progress, RepeatedRequests, request_keys
 from coordinator.http_api.responses import ResponseAnswer, ResponsesBody
 from coordinator.http_api.server import (
@@ -286,7 +286,7 @@ def build_app(
         redoc_url=None,
     )
     app.router.route_class = BodyRoute
-    app.state.admission = Admission(access, runs.resumes)
+    app.state.admission = BodyAdmission(access, runs.resumes)
     app.add_middleware(reading.AuthenticationMiddleware, access=access, hosts=options.hosts)
     reading.add_error_handlers(app)
     _add_generation(app, service, runs, formats or ChatFormats(service.text))

@@ -74,7 +74,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class BodyAdmission:
     """What the routes of an application need to admit requests and to validate their bodies."""
 
     access: AccessControl
@@ -103,7 +103,7 @@ class ValidatedRequest(Request):
 
 class BodyRoute(APIRoute):
     """If the route takes a body, counts the request of the caller before the body is parsed.
-    `Request.app.state.admission` must be an `Admission`."""
+    `Request.app.state.admission` must be a `BodyAdmission`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle, body_field = super().get_route_handler(), self.body_field
@@ -113,7 +113,7 @@ class BodyRoute(APIRoute):
         validate = partial(body_field.validate, loc=("body",))
 
         async def take_in(request: Request) -> ValidatedRequest:
-            admission: Admission = request.app.state.admission
+            admission: BodyAdmission = request.app.state.admission
             caller = request.state.caller
             has_key = "idempotency-key" in request.headers
             may_resume = has_key or "answer_id" in request.path_params

@@ -75,7 +75,7 @@ async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
     for num_answers in (1, 2, 3):
         hosted.executor.gate.release()
         await hosted.heard.wait(num_answers)
-    hosted.executor.gate.release()  # At its end, the stream parks its sessions in a step.
+    hosted.executor.gate.release()  # At its end, the stream evicts its sessions in a step.
     async with asyncio.timeout(PATIENCE_S):
         await stopping
     await hosted.heard.wait(num_lost=1)

@@ -370,7 +370,7 @@ async def test_close_waits_for_the_step_and_takes_no_more() -> None:
 
 @pytest.mark.virtual
 async def test_a_step_that_finds_no_pages_is_not_tried_again_at_once() -> None:
-    """Only after something has changed, here that a session is parked."""
+    """Only after something has changed, here that a session is evicted."""
     desk = Desk(2, step_s=0.001)
     told: list[Any] = []
     desk.service._observer = SimpleNamespace(stepped=lambda _, answers, *__: told.extend(answers))
