@@ -398,10 +398,10 @@ async def test_a_session_ends_at_its_deadline_though_its_client_takes_no_data(
 ) -> None:
     monkeypatch.setattr("coordinator.grpc_api.SLOW_CLIENT_S", 0.1)
     asked = pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=[1, 2, 3]), max_tokens=4000, ignore_eos=True, deadline_ms=500
+        token_ids=pb.TokenIds(ids=[1, 2, 3]), max_tokens=4000, ignore_eos=True, deadline_ms=3000
     )
     coordinator = locked.stack.coordinator
-    async with bare_connection(locked.addresses[0], window=0) as bare, asyncio.timeout(5):
+    async with bare_connection(locked.addresses[0], window=0) as bare, asyncio.timeout(WAIT_S):
         stream = bare.call("/outrider.v1.Coordinator/Generate", locked.keys["alice"])
         bare.send(stream, asked.SerializeToString())
         while not coordinator.num_running:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -194,12 +195,21 @@ async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) ->
     """Only a coordinator still reaches the old primary, whose writes will be lost. If commits wait
     for a replica, these writes are not acknowledged."""
     proxy = FaultProxy()
-    async with RedisServers(tmp_path / "servers", forward=proxy.forward) as servers:
+    async with (
+        RedisServers(tmp_path / "servers", forward=proxy.forward) as servers,
+        AsyncExitStack() as exits,
+    ):
+        exits.callback(proxy.close)
+
+        async def connect(url: str, wait_replicas: int = 0) -> RedisStore:
+            store = await RedisStore.connect(RedisAddress(url=url), wait_replicas=wait_replicas)
+            exits.push_async_callback(store.close)
+            return store
+
         before = servers.primary_address
         url = f"redis://{servers.primary.address}/0"
-        careful = await RedisStore.connect(RedisAddress(url=url), wait_replicas=1)
-        careless = await RedisStore.connect(RedisAddress(url=url))
-        elsewhere = await RedisStore.connect(RedisAddress(url=servers.url))
+        careful, careless = await connect(url, wait_replicas=1), await connect(url)
+        elsewhere = await connect(servers.url)
         new = new_session("1" * 32)
         await careful.open(new)
         session = Session(new)
@@ -212,9 +222,6 @@ async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) ->
         assert await careless.append([append]) == [session.length]
         assert await until_it_works(lambda: elsewhere.load(new.session_id)) == 1
         assert (await elsewhere.load(new.session_id)).token_ids == new.token_ids
-        for store in (careful, careless, elsewhere):
-            await store.close()
-    proxy.close()
 
 
 async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:

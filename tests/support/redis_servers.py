@@ -16,6 +16,8 @@ SERVICE: Final = "outrider"
 DOWN_AFTER_MS: Final = 1_000
 """Sentinel promotes the replica once the primary has not answered for this long."""
 START_S: Final = 20.0
+PROMOTED_S: Final = 60.0
+"""For a promotion. A Sentinel that has not run for 2 s promotes nothing for 30 s (TILT)."""
 _POLL_S: Final = 0.05
 Forward = Callable[[str], Awaitable[str]]
 """Returns an address from which connections are forwarded to this HOST:PORT."""
@@ -168,7 +170,7 @@ class RedisServers:
         await _until(self.is_whole, within_s)
 
     async def until_promoted(self, before: str) -> None:
-        await _until(lambda: self.primary_address != before)
+        await _until(lambda: self.primary_address != before, PROMOTED_S)
 
     async def replace(self, address: str) -> None:
         """Kills the server with this address, and starts a replica of the primary that Sentinel

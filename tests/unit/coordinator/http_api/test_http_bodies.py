@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -492,10 +493,14 @@ async def called(path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
 
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_holds_up_the_loop(name: str) -> None:
+    """The best of three tries counts: other work on the machine only makes a try slower."""
     path, make, param = BODIES[name]
-    status, error, gap_s = await called(path, make())
-    assert (status, error["param"]) == (400, param)
-    assert gap_s < GAP_S
+    body, gaps = make(), []
+    while len(gaps) < 3 and min(gaps, default=math.inf) >= GAP_S:
+        status, error, gap_s = await called(path, body)
+        assert (status, error["param"]) == (400, param)
+        gaps.append(gap_s)
+    assert min(gaps) < GAP_S
 
 
 BIASES = {str(n): 1 for n in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1)}
