@@ -20,7 +20,7 @@ from tests.fuzz import seeds
 from tests.fuzz.by_frames import FramesFeed, frames
 from tests.fuzz.by_grpc import GrpcFeed, calls
 from tests.fuzz.by_http import HttpFeed, requests
-from tests.fuzz.control import LATE_S, Control
+from tests.fuzz.control import LATE_S, ControlProcess
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.started import Started
 
@@ -48,7 +48,7 @@ def main() -> int:
 
 def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
     ledger = Ledger(seed, math.inf, arguments.batch, 0 if arguments.only else arguments.least)
-    control = Control(started, ledger)
+    control = ControlProcess(started.addresses, started.keys["control"])
     grpc, http = GrpcFeed(started, ledger), HttpFeed(started, ledger)
     by_frames = FramesFeed(started, ledger)
     feeds: dict[str, tuple[Any, Any, Callable[[str, Any], None]]] = {
@@ -57,8 +57,6 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
         "bytes": (calls(raw=True), tuple, partial(grpc.feed, "bytes")),
         "frames": (frames(), tuple, by_frames.feed),
     }
-    watching = threading.Thread(target=control.run)
-    watching.start()
     if arguments.only in (None, "seeds"):
         for _, known, feed in feeds.values():
             for one in known():
@@ -72,13 +70,14 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
     ]
     for thread in threads:
         thread.start()
-    for thread in (*threads, watching):
+    for thread in threads:
         thread.join()
+    control.finish(ledger)
     for client in (http, grpc, by_frames):
         client.close()
     if control.late_s > arguments.control_s:
         took = f"99 % of the answers arrived within {control.late_s:.2f} s only"
-        ledger.fail("control", took, f"{control.number} answers")
+        ledger.fail("control", took, f"{len(control.waits_s)} answers")
     for wrong in (*(started.left_behind(before) if started.is_alive else []), *started.stop()):
         ledger.fail("at the end", wrong, f"--seed {seed}")
     print(*ledger.failures, sep="\n")
@@ -92,7 +91,7 @@ def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int) -> int:
     total = counts["http"] + grpc_count + counts["frames"]
     print(
         f"requests={total} http={counts['http']} grpc={grpc_count} frames={counts['frames']} "
-        f"failed={len(ledger.failures)} control={control.number}"
+        f"failed={len(ledger.failures)} control={len(control.waits_s)}"
     )
     return 1 if ledger.failures else 0
 

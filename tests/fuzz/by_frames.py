@@ -63,7 +63,7 @@ def _grpc_frames(draw: st.DrawFn) -> Frames:
         path=f"/{method.containing_service.full_name}/{method.name}",
         data=whole[:size],
         announced=announced,
-        key=draw(st.sampled_from(("fuzzer", "", "wrong"))),
+        key=draw(st.sampled_from(("holder", "", "wrong"))),
         window=draw(st.sampled_from((STALLED, 1, 100, 2**31 - 1))),
         number=draw(st.sampled_from((1, 1, 3, 40))),
     )
@@ -77,7 +77,7 @@ def _http_frames(draw: st.DrawFn) -> Frames:
         path=draw(st.sampled_from(_PATHS)),
         data=b" " * size,
         announced=draw(st.sampled_from((size + 1, size + 1, 4 * 2**20, 4 * 2**20 + 1, 2**40))),
-        key=draw(st.sampled_from(("fuzzer", "", "wrong"))),
+        key=draw(st.sampled_from(("holder", "", "wrong"))),
         window=STALLED,
         number=1,
     )

@@ -1,7 +1,11 @@
 """A control caller, which repeats its requests and must always get the same answers, in time."""
 
 import math
+import multiprocessing
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from typing import Any, Final
 
 import httpx
@@ -9,7 +13,6 @@ import httpx
 from outrider.client import ChatMessage, Constraint, GenerateRequest, SamplingParams, SyncClient
 from outrider.errors import Overloaded
 from tests.fuzz.ledger import Ledger
-from tests.fuzz.started import Started
 
 WAIT_S: Final = 60.0
 LATE_S: Final = 0.5
@@ -37,45 +40,30 @@ _BODY: Final[dict[str, Any]] = {
 class Control:
     """Calls by gRPC, by HTTP and through the gateway in turn."""
 
-    def __init__(self, started: Started, ledger: Ledger) -> None:
+    def __init__(self, addresses: dict[str, str], key: str, ledger: Ledger) -> None:
         self._ledger = ledger
-        key = started.keys["control"]
-        address = started.addresses["locked_coordinator"]
-        self._grpc = SyncClient(address, api_key=key, resume_timeout_s=0)
+        self._grpc = SyncClient(addresses["locked_coordinator"], api_key=key, resume_timeout_s=0)
         headers = {"authorization": f"Bearer {key}"}
         self._http = [
-            httpx.Client(
-                base_url=f"http://{started.addresses[place]}", headers=headers, timeout=WAIT_S
-            )
+            httpx.Client(base_url=f"http://{addresses[place]}", headers=headers, timeout=WAIT_S)
             for place in ("locked_http", "gateway_http")
         ]
         num_turns = len(_REQUESTS) + len(self._http)
         self._expected = [self._answer(turn) for turn in range(num_turns)]
         self.waits_s: list[float] = []
 
-    def run(self) -> None:
+    def run(self, is_over: Callable[[], bool]) -> None:
         """Repeats the requests until the time is over, and then once more. Each answer must equal
         the first."""
         is_last = False
         while not is_last:
-            is_last = self._ledger.is_over
+            is_last = is_over() or self._ledger.is_over
             for turn, expected in enumerate(self._expected):
                 self._once(turn, expected)
             time.sleep(PAUSE_S)
         self._grpc.close()
         for client in self._http:
             client.close()
-
-    @property
-    def number(self) -> int:
-        """Number of answers."""
-        return len(self.waits_s)
-
-    @property
-    def late_s(self) -> float:
-        """The 99th percentile of the time of an answer."""
-        waits = sorted(self.waits_s)
-        return waits[math.ceil((1 - LATE_SHARE) * len(waits)) - 1] if waits else math.inf
 
     def _once(self, turn: int, expected: Any) -> None:
         """Makes a request. A refused request is repeated, and the time until its answer counts."""
@@ -109,3 +97,42 @@ class Control:
         return response.status_code, [
             (choice["text"], choice["token_ids"]) for choice in response.json()["choices"]
         ]
+
+
+class ControlProcess:
+    """A control caller in a process of its own, where the threads that make hostile input do not
+    delay it. After `finish`, `waits_s` are the times of its answers."""
+
+    def __init__(self, addresses: dict[str, str], key: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._results, results = context.Pipe(duplex=False)
+        self._is_over = context.Event()
+        self._process = context.Process(
+            target=_run, args=(addresses, key, self._is_over, results), daemon=True
+        )
+        self.waits_s: list[float] = []
+        self._process.start()
+        results.close()
+        self._results.recv()  # It has the answers that it compares others with.
+
+    def finish(self, ledger: Ledger) -> None:
+        """Waits for the last answers, and adds what the caller found to the ledger."""
+        self._is_over.set()
+        self.waits_s, statuses, failures = self._results.recv()
+        ledger.statuses.update(statuses)
+        ledger.failures.extend(failures)
+        self._process.join()
+
+    @property
+    def late_s(self) -> float:
+        """The 99th percentile of the time of an answer."""
+        waits = sorted(self.waits_s)
+        return waits[math.ceil((1 - LATE_SHARE) * len(waits)) - 1] if waits else math.inf
+
+
+def _run(addresses: dict[str, str], key: str, is_over: Event, results: Connection) -> None:
+    ledger = Ledger(seed=0, ends_at=math.inf)
+    control = Control(addresses, key, ledger)
+    results.send(None)
+    control.run(is_over.is_set)
+    results.send((control.waits_s, ledger.statuses, ledger.failures))

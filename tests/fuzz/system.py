@@ -44,7 +44,12 @@ SPEC: Final = EmulatedSpec(
     num_pages=512,
     eos=7,
 )
-CALLERS: Final = (Caller("fuzzer", "fuzzer", concurrency=64), Caller("control", "control"))
+CALLERS: Final = (
+    Caller("fuzzer", "fuzzer", concurrency=64),
+    Caller("holder", "holder", concurrency=64),
+    Caller("control", "control"),
+)
+"""The holder leaves messages incomplete, and the messages of one caller wait for each other."""
 
 
 async def main() -> None:
