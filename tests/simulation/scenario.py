@@ -255,7 +255,8 @@ class _Seed:
     async def _session(self, world: World, index: int, plan: Plan) -> None:
         await asyncio.sleep(plan.start_s)
         while True:
-            num_losses = world.redis.history.num_losses
+            # The session of a key may be older than this request.
+            num_losses = 0 if plan.key else world.redis.history.num_losses
             answer = Answer(plan.request)
             try:
                 await self._generate(world, index, plan, answer)
