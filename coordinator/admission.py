@@ -122,7 +122,7 @@ class Admission:
     async def known(self, key: RequestKey) -> RequestKey:
         """Returns the key, with its session's id if the key has a session. Raises `BadRequest` if
         the key was used for a different request."""
-        return key.found(await self._store.claim_key(key.name))
+        return key.with_session_of(await self._store.claim_key(key.name))
 
     async def tokenize(
         self, request: GenerateRequest, add_special_tokens: bool = True, tenant: str = ""

@@ -52,7 +52,7 @@ class Health:
         self._sessions = sessions
         self._committer = committer
         self._meter = meter
-        self._found_trouble = ""
+        self._trouble = ""
         self._known: dict[str, Mapping[str, float]] = {}
         """Metric -> label -> number, from the newest check of targets and store."""
         self._watching: list[asyncio.Task[None]] = []
@@ -63,7 +63,7 @@ class Health:
         watching = [self._targets.watch(), self._drafts.watch(), self._meter.watch(), self._look()]
         if self._fleet.follows:
             watching.append(self._fleet.run())
-        self._watching = [asyncio.create_task(one) for one in watching]
+        self._watching = [asyncio.create_task(watcher) for watcher in watching]
 
     @property
     def trouble(self) -> str:
@@ -71,7 +71,7 @@ class Health:
         requests can run without them."""
         if self._committer.closing:
             return "the coordinator is shutting down"
-        return self._found_trouble
+        return self._trouble
 
     @property
     def figures(self) -> Figures:
@@ -87,12 +87,12 @@ class Health:
         while True:
             began = now()  # Not after `_check`, which takes some seconds if nothing answers.
             try:
-                found = await self._check()
+                trouble = await self._check()
             except Exception as error:  # noqa: BLE001 (the checks must go on)
                 _log.exception("the check of targets and store failed")
-                found = str(error)
-            failing_since = min(failing_since, began) if found else math.inf
-            self._found_trouble = found if now() >= failing_since + TROUBLE_S else ""
+                trouble = str(error)
+            failing_since = min(failing_since, began) if trouble else math.inf
+            self._trouble = trouble if now() >= failing_since + TROUBLE_S else ""
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def _check(self) -> str:

@@ -148,10 +148,10 @@ class AccessControl:
             raise Unauthenticated("authorization: is not `Bearer`; send `Bearer` and an API key")
         key = key.strip()
         is_key = 0 < len(key) <= limits.API_KEY_CHARS_MAX
-        found = self._keys.current().get(key_hash(key)) if is_key else None
-        if found is None:
+        caller = self._keys.current().get(key_hash(key)) if is_key else None
+        if caller is None:
             raise Unauthenticated("authorization: this API key does not exist")
-        return found
+        return caller
 
     def check_call(self, method: str, context: Context) -> str | None:
         """Identifies the caller of a gRPC method, and returns the caller's name (see `Guard`).
@@ -298,7 +298,7 @@ class AccessControl:
         told = {}
         for name, slots in freed.items():
             held = [*self._held.get(name, ())]
-            told[name] = held, [one for one in slots if one not in held]
+            told[name] = held, [slot for slot in slots if slot not in held]
         try:
             await self._store.keep(told)
         except OutriderError as error:  # The slots become free when their leases end.
@@ -350,7 +350,7 @@ class RedisSlots:
             gone, kept = list(free), list(held)
             for start in range(0, max(len(gone), len(kept)), limits.SLOTS_PER_SCRIPT_MAX):
                 some, rest = (
-                    one[start : start + limits.SLOTS_PER_SCRIPT_MAX] for one in (gone, kept)
+                    names[start : start + limits.SLOTS_PER_SCRIPT_MAX] for names in (gone, kept)
                 )
                 calls.append((keys, [limits.SLOT_LEASE_MS, len(some), *some, *rest]))
         for answer in await self._scripts.run_all(_KEEP, calls):

@@ -282,7 +282,9 @@ class Committer:
         while True:
             await asyncio.sleep(limits.SESSION_RENEWAL_S)
             try:
-                await self.store.renew([one.session.record for one in self.sessions.values()])
+                await self.store.renew(
+                    [commits.session.record for commits in self.sessions.values()]
+                )
             except OutriderError as error:
                 _log.info("the time to live of sessions was not renewed: %r", error)
 

@@ -91,14 +91,14 @@ class Completion:
         if not text:
             return "", False
         num_before, text = len(self._held), self._held + text
-        found = [
+        matches = [
             (start, stop)
             for stop in self._stop
             if (start := text.find(stop, max(0, num_before + 1 - len(stop)))) >= 0
         ]
-        if found and self.num_tokens > self._min_tokens:
+        if matches and self.num_tokens > self._min_tokens:
             self._held = ""
-            first, self.stop_string = min(found)
+            first, self.stop_string = min(matches)
             return text[:first], True
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]

@@ -328,7 +328,7 @@ class SessionRun:
             ),
             draft=self._draft.cache_state,
             target=self._target.cache_state,
-            logprobs=[write_logprobs(one) for one in logprobs],
+            logprobs=[write_logprobs(entry) for entry in logprobs],
         )
         self._observer.decided(drafted.proposal, num_accepted, num_tokens, self.session.length)
         self._meter.decided(drafted, num_accepted, num_tokens)

@@ -98,7 +98,9 @@ def replay(
     text, events = known.text, []
     told = len(text) if request.num_characters is None else request.num_characters
     starts = {*range(first, len(token_ids), step), *request.cuts, len(token_ids)}
-    for start, end in pairwise(sorted(one for one in starts if first <= one <= len(token_ids))):
+    for start, end in pairwise(
+        sorted(index for index in starts if first <= index <= len(token_ids))
+    ):
         chunk = token_ids[start:end]
         piece = completion.push(chunk)
         check(piece.num_tokens == len(chunk), "tokens are stored after the completion's end")

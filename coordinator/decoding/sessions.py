@@ -66,7 +66,7 @@ class RequestKey:
         """What the store keeps under `name`."""
         return self.session_id and f"{self.session_id} {self.digest}"
 
-    def found(self, value: str) -> Self:
+    def with_session_of(self, value: str) -> Self:
         """Returns this key with the session id of a stored `value`. Raises `BadRequest` if the
         value has the digest of a different request."""
         session_id, _, digest = value.partition(" ")
@@ -157,13 +157,13 @@ class OwnedSessions:
             claimed = replace(key, session_id=new.session_id).value
             self.stored.hold_key(tenant, key.name)
             try:
-                found = await self._store.claim_key(key.name, claimed, key.value)
+                kept = await self._store.claim_key(key.name, claimed, key.value)
             except BaseException:
                 self.wait_for_client(new)
                 raise
-            if found != claimed:
+            if kept != claimed:
                 self.give_up(new)
-                raise KeyTaken(key.found(found))
+                raise KeyTaken(key.with_session_of(kept))
         return Session(new)
 
     async def _create(self, new: SessionRecord, parameters: GenerationParameters) -> None:
@@ -334,19 +334,19 @@ class OwnedSessions:
             if not starts.expected:
                 raise errors.Unavailable(f"no target is known; {starts}")
             # The session's first round waits for the target that is being started.
-        found = await self._take_over(record)
-        if (found.prefix_digest, len(found.token_ids)) != (
+        taken_over = await self._take_over(record)
+        if (taken_over.prefix_digest, len(taken_over.token_ids)) != (
             record.prefix_digest,
             len(record.token_ids),
         ):
             try:
-                parameters = await self.replay(found, lambda: check_known(found, request))
+                parameters = await self.replay(taken_over, lambda: check_known(taken_over, request))
             except BaseException:
-                self._release(found)
+                self._release(taken_over)
                 raise
-        if found.finish_reason is None:
-            self.stored.hold(found, parameters)
-        return found, parameters
+        if taken_over.finish_reason is None:
+            self.stored.hold(taken_over, parameters)
+        return taken_over, parameters
 
     async def replay(self, record: SessionRecord, call: Callable[[], T]) -> T:
         """Runs `call`, which reads all tokens of a session. For a long session, uses a thread, at
@@ -363,19 +363,19 @@ class OwnedSessions:
         `StoreUnavailable`, and repeats the call to the store in the background."""
         if record.finish_reason is not None:
             return
-        found = await self._take_over(record, cancels=True)
-        if found.finish_reason is not None:
+        taken_over = await self._take_over(record, cancels=True)
+        if taken_over.finish_reason is not None:
             return
-        task = self.give_up(found)
+        task = self.give_up(taken_over)
         await asyncio.wait([task], timeout=limits.CANCEL_WAIT_S)
         if not task.done() or task.cancelled():
             raise errors.StoreUnavailable(
-                f"session {found.session_id} will be cancelled when the session store answers"
+                f"session {taken_over.session_id} will be cancelled when the session store answers"
             )
         error = task.result()
         if error is not None:
             is_stale = isinstance(error, errors.StaleEpoch)
-            raise contended(found.session_id) if is_stale else error
+            raise contended(taken_over.session_id) if is_stale else error
 
     def end_wanted(self, wanted: Mapping[str, bool]) -> None:
         """Handles other coordinators' requests to cancel (True) or release (False) sessions."""

@@ -171,7 +171,9 @@ class LengthControls:
         if len(self._firsts) >= DRAFTED_SEEDS_MAX:
             # Forgets the seeds of ended sessions. A later session with such a seed counts as the
             # seed's first session. So what was learned until now must be forgotten, too.
-            self._firsts = {known: one for known, one in self._firsts.items() if one is not None}
+            self._firsts = {
+                known: control for known, control in self._firsts.items() if control is not None
+            }
             self._learned.clear()
         first = LengthControl(self, self.learned(tried), rule, *bounds, seed)
         self._firsts[seed] = first

@@ -62,7 +62,10 @@ class _Scorer:
             top: list[tuple[bytes, float | None]] = [(own, None)]
             if entry is not None:
                 each = ((token_id, entry.logprob), *entry.top)
-                top = [(self._spell(one), max(logprob, IMPOSSIBLE)) for one, logprob in each]
+                top = [
+                    (self._spell(candidate), max(logprob, IMPOSSIBLE))
+                    for candidate, logprob in each
+                ]
             scored.append((self._offset, top))
             if self._text is not None and self._stream is not None:
                 shown = self._stream.push(token_id)
@@ -149,7 +152,8 @@ class Answer(EventStream):
         given = asked.requests[0].num_draft_tokens
         self._num_draft_tokens = num_draft_tokens if given is None else given
         self._choices = [
-            _Choice(text, asked.form, one.prompt if asked.echoes else "") for one in asked.requests
+            _Choice(text, asked.form, request.prompt if asked.echoes else "")
+            for request in asked.requests
         ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
@@ -163,8 +167,8 @@ class Answer(EventStream):
 
     def whole(self) -> Json:
         choices = [
-            self._choice(index, self.message(one), one.finished, one)
-            for index, one in enumerate(self._choices)
+            self._choice(index, self.message(choice), choice.finished, choice)
+            for index, choice in enumerate(self._choices)
         ]
         return self._object(self.kind, choices, usage=self._usage(), metrics=self._metrics())
 
@@ -207,7 +211,7 @@ class Answer(EventStream):
         if not isinstance(event, Finished):
             return chunks
         chunks.append(self._chunk(self._choice(index, self.closing, event)))
-        if all(one.finished for one in self._choices):
+        if all(choice.finished for choice in self._choices):
             if self._options.include_usage:
                 chunks.append(self._object(self.chunk_kind, [], usage=self._usage()))
             chunks[-1]["metrics"] = self._metrics()
@@ -236,7 +240,7 @@ class Answer(EventStream):
             reason = "length"
         elif reason == FinishReason.STOP and form.calls != ARGUMENTS:
             reason = "tool_calls" if self._choices[index].num_calls else reason
-        found: Json = {
+        choice_object: Json = {
             "index": index,
             **content,
             "logprobs": None,
@@ -244,26 +248,26 @@ class Answer(EventStream):
             "stop_reason": finished and stop_reason(finished),
         }
         if tokens is not None and self._asked.has_logprobs:
-            found["logprobs"] = self.logprobs(tokens.scored)
+            choice_object["logprobs"] = self.logprobs(tokens.scored)
         if tokens is not None and self._has_ids:
-            found["token_ids"] = tokens.token_ids
-        return found
+            choice_object["token_ids"] = tokens.token_ids
+        return choice_object
 
     def _usage(self) -> schemas.Usage:
         # The `n` choices of a prompt follow each other. The prompt counts once for all of them.
-        asked = sum(one.num_prompt_tokens for one in self._choices[:: self._asked.n])
-        told = sum(one.num_tokens for one in self._choices)
+        asked = sum(choice.num_prompt_tokens for choice in self._choices[:: self._asked.n])
+        told = sum(choice.num_tokens for choice in self._choices)
         return {"prompt_tokens": asked, "completion_tokens": told, "total_tokens": asked + told}
 
     def _metrics(self) -> schemas.AnswerMetrics:
         """Returns statistics of all choices together, with vLLM's names and meanings. Only rounds
         with draft tokens count as steps. Accepted draft tokens after an EOS or stop string also
         count."""
-        each = [one.finished.metrics for one in self._choices if one.finished]
-        num_drafts = sum(one.num_drafts for one in each)
-        accepted = sum(one.num_accepted_draft_tokens for one in each)
-        proposed = sum(one.num_draft_tokens for one in each)
-        found: schemas.SpeculativeDecoding = {
+        each = [choice.finished.metrics for choice in self._choices if choice.finished]
+        num_drafts = sum(metrics.num_drafts for metrics in each)
+        accepted = sum(metrics.num_accepted_draft_tokens for metrics in each)
+        proposed = sum(metrics.num_draft_tokens for metrics in each)
+        statistics: schemas.SpeculativeDecoding = {
             "mean_acceptance_length": 1 + accepted / max(1, num_drafts),
             "draft_acceptance_rate": accepted / max(1, proposed),
             "num_spec_steps": num_drafts,
@@ -276,14 +280,14 @@ class Answer(EventStream):
                 length: [self._rounds[length, number] for number in range(length + 1)]
                 for length in sorted({length for length, _ in self._rounds})
             }
-            found["acceptance_histogram"] = [
+            statistics["acceptance_histogram"] = [
                 sum(self._rounds[length, number] for length in by_length if length)
                 for number in range(self._num_draft_tokens + 1)
             ]
-            found["acceptance_histogram_by_draft_length"] = {
+            statistics["acceptance_histogram_by_draft_length"] = {
                 str(length): rounds for length, rounds in by_length.items()
             }
-        return {"speculative_decoding": found}
+        return {"speculative_decoding": statistics}
 
 
 def stop_reason(finished: Finished) -> str | int | None:
@@ -305,19 +309,19 @@ class ChatAnswer(Answer):
         return {"delta": self._joined_parts(choice) or {"content": ""}}
 
     def message(self, choice: _Choice) -> Json:
-        found = self._joined_parts(choice)
-        for call in found.get("tool_calls", ()):
+        parts = self._joined_parts(choice)
+        for call in parts.get("tool_calls", ()):
             del call["index"]
         whole: schemas.AssistantMessage = {
             "role": "assistant",
-            "content": None if "tool_calls" in found else "",
+            "content": None if "tool_calls" in parts else "",
             "refusal": None,
-            **found,
+            **parts,
         }
         return {"message": whole}
 
     def _joined_parts(self, choice: _Choice) -> schemas.AssistantMessage:
-        found: schemas.AssistantMessage = {}
+        joined: schemas.AssistantMessage = {}
         calls: list[schemas.ToolCall] = []
         for kind, text in choice.parts:
             if kind == "name":
@@ -333,8 +337,8 @@ class ChatAnswer(Answer):
                     calls.append({"index": index, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += text
             else:
-                found[kind] = (found.get(kind) or "") + text
-        return {**found, "tool_calls": calls} if calls else found
+                joined[kind] = (joined.get(kind) or "") + text
+        return {**joined, "tool_calls": calls} if calls else joined
 
     def logprobs(self, tokens: Sequence[Scored]) -> schemas.ChatLogprobs:
         content: list[schemas.ChatToken] = []
@@ -360,7 +364,7 @@ class CompletionAnswer(Answer):
     message = delta
 
     def logprobs(self, tokens: Sequence[Scored]) -> schemas.CompletionLogprobs:
-        own = [one[0] for _, one in tokens]
+        own = [candidates[0] for _, candidates in tokens]
         likeliest: list[dict[str, float] | None] = []
         for _, each in tokens:  # Of tokens with the same text, the first is kept.
             top = {as_text(data): cast(float, logprob) for data, logprob in reversed(each)}
@@ -382,18 +386,22 @@ class NativeEvents(EventStream):
         self._num_tokens = 0
 
     def take(self, index: int, event: Event) -> list[Json]:
-        found = {"type": type(event).__name__.lower(), **asdict(event)}
+        body = {"type": type(event).__name__.lower(), **asdict(event)}
         text, stream = self._text, self._stream
         if isinstance(event, RoundReport):
             proposed = event.proposed_token_ids
-            found |= {"type": "round", "first_index": self._num_tokens}
-            found["proposed_texts"] = text and [as_text(text.spell(one)) for one in proposed]
+            body |= {"type": "round", "first_index": self._num_tokens}
+            body["proposed_texts"] = text and [
+                as_text(text.spell(token_id)) for token_id in proposed
+            ]
         if isinstance(event, Tokens):
             self._num_tokens = event.first_index + len(event.token_ids)
-            found["texts"] = stream and [stream.push(token_id) for token_id in event.token_ids]
+            body["texts"] = stream and [stream.push(token_id) for token_id in event.token_ids]
             if not event.logprobs:
-                del found["logprobs"]
-            for entry in found.get("logprobs", ()):
+                del body["logprobs"]
+            for entry in body.get("logprobs", ()):
                 entry["logprob"] = max(entry["logprob"], IMPOSSIBLE)
-                entry["top"] = [[token_id, max(one, IMPOSSIBLE)] for token_id, one in entry["top"]]
-        return [found]
+                entry["top"] = [
+                    [token_id, max(logprob, IMPOSSIBLE)] for token_id, logprob in entry["top"]
+                ]
+        return [body]

@@ -118,13 +118,13 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], progress: Progr
             return
         tasks = [asyncio.create_task(forward(*pair)) for pair in enumerate(streams)]
         while num_left:
-            index, found = await queue.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
+            index, entry = await queue.get()
+            if isinstance(entry, Exception):
+                raise entry
+            if entry is None:
                 num_left -= 1
             else:
-                yield index, found
+                yield index, entry
     finally:
         for task in tasks:
             task.cancel()
@@ -208,7 +208,8 @@ class Generations:
             elif key is None:
                 each = asked.requests
                 streams = [
-                    service.streams.generate(one, tenant, trace, resumable=False) for one in each
+                    service.streams.generate(generation, tenant, trace, resumable=False)
+                    for generation in each
                 ]
             else:
                 new = request_keys(key, tenant, request.state.digest, number)
@@ -216,12 +217,14 @@ class Generations:
                 keys = await asyncio.gather(*map(service.admission.known, new))
                 streams = [
                     service.streams.generate_once(
-                        one, own, progress.resume_request(index), tenant, trace
+                        generation, own, progress.resume_request(index), tenant, trace
                     )
-                    for index, (one, own) in enumerate(zip(asked.requests, keys, strict=True))
+                    for index, (generation, own) in enumerate(
+                        zip(asked.requests, keys, strict=True)
+                    )
                 ]
-                if all(one.session_id for one in keys):
-                    resumed = [one.session_id for one in keys]
+                if all(key.session_id for key in keys):
+                    resumed = [key.session_id for key in keys]
             for stream in streams:
                 await exits.enter_async_context(aclosing(stream))
             interleaved = _interleaved(streams, progress)
@@ -304,7 +307,7 @@ _REST_OF_ANSWER: schemas.Responses = {
         "content": {"application/json": {}, "text/event-stream": {}},
     }
 }
-_RESUMED = {one.id_prefix: one for one in (answers.ChatAnswer, answers.CompletionAnswer)}
+_RESUMED = {kind.id_prefix: kind for kind in (answers.ChatAnswer, answers.CompletionAnswer)}
 
 
 def _add_generation(
@@ -357,9 +360,9 @@ def _add_generation(
         if len(asked.requests) != 1:
             field = "n" if asked.n > 1 else "prompt"
             raise BadRequest(field, f"asks for {len(asked.requests)} answers; allowed: 1")
-        [one] = asked.requests
-        one = replace(one, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
-        asked = replace(asked, requests=(one,))
+        [generation] = asked.requests
+        generation = replace(generation, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
+        asked = replace(asked, requests=(generation,))
         return runs.answer(request, asked, lambda *_: answers.NativeEvents(service.text), headers)
 
 

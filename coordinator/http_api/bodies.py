@@ -129,8 +129,9 @@ class Body(BaseModel):
 def _is_idle(value: Any, idle: tuple[Any, ...]) -> bool:
     # Compares the types, too, because 1 == True in Python.
     return value is None or any(
-        one is ANY_VALUE or (one == value and isinstance(one, bool) == isinstance(value, bool))
-        for one in idle
+        idle_value is ANY_VALUE
+        or (idle_value == value and isinstance(idle_value, bool) == isinstance(value, bool))
+        for idle_value in idle
     )
 
 
@@ -308,15 +309,17 @@ class GenerationBody(Body):
         """Makes the requests for these prompts, by their names in errors. `max_tokens_field` is the
         body's name of `max_tokens`. Without `formats`, the answers are not parsed. `own` has
         further fields of the requests."""
-        found, speculation, form = self._constraints(tools), self.speculation, PLAIN
-        if len(found) > 1:
-            reason = f"cannot be combined with {found[0].field}; give only one of these fields"
-            raise BadRequest(found[1].field, reason)
+        constraints, speculation, form = self._constraints(tools), self.speculation, PLAIN
+        if len(constraints) > 1:
+            reason = (
+                f"cannot be combined with {constraints[0].field}; give only one of these fields"
+            )
+            raise BadRequest(constraints[1].field, reason)
         if not speculation.enabled and speculation.num_draft_tokens:
             raise BadRequest(
                 "speculation.num_draft_tokens", "must be 0 or be left out if enabled is false"
             )
-        constraint = found[0] if found else None
+        constraint = constraints[0] if constraints else None
         if formats is not None:
             form = formats.form(tools, constraint, own["template_variables"])
         request = GenerateRequest(
@@ -359,11 +362,11 @@ class GenerationBody(Body):
 
     def _constraints(self, tools: Tools) -> Sequence[Constraint]:
         # If the answer must be a tool call, the response format is ignored.
-        found = [tools.constraint() or self._format()]
+        constraints = [tools.constraint() or self._format()]
         for kind, value in self.structured_outputs.items():
             if not (kind == "json_object" and value is False):
-                found.append(_constraint(f"structured_outputs.{kind}", kind, value))
-        return [one for one in found if one is not None]
+                constraints.append(_constraint(f"structured_outputs.{kind}", kind, value))
+        return [constraint for constraint in constraints if constraint is not None]
 
     def _format(self) -> Constraint | None:
         raise NotImplementedError
@@ -552,7 +555,7 @@ class ConversationBody(GenerationBody):
     ) -> TranslatedBody:
         fields = {"name", "description", "parameters"}
         tools = tools_of(
-            [one.model_dump(include=fields, exclude_unset=True) for one in functions],
+            [function.model_dump(include=fields, exclude_unset=True) for function in functions],
             choice if isinstance(choice, str) else REQUIRED,
             "" if isinstance(choice, str) else choice.name,
             several=self.parallel_tool_calls,
@@ -624,7 +627,7 @@ class CompletionBody(ChoicesBody):
             [given] if isinstance(given, str) or isinstance(given[0], int) else given
         )
         names = [f"prompt[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
-        each = [one if isinstance(one, str) else tuple(one) for one in prompts]
+        each = [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
         asked = self._translated(
             dict(zip(names, each, strict=True)),
             "max_tokens",

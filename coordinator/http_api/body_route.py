@@ -137,12 +137,12 @@ class BodyRoute(APIRoute):
 
 async def _digest(request: Request, data: bytes) -> str:
     """Hashes the path and the body of a request."""
-    found = hashlib.sha256(request.url.path.encode() + b"\n")
+    hashed = hashlib.sha256(request.url.path.encode() + b"\n")
     if len(data) > limits.HTTP_BODY_INLINE_BYTES:
-        await asyncio.to_thread(found.update, data)  # Releases the GIL.
+        await asyncio.to_thread(hashed.update, data)  # Releases the GIL.
     else:
-        found.update(data)
-    return found.hexdigest()
+        hashed.update(data)
+    return hashed.hexdigest()
 
 
 async def _validated(data: bytes, validate: Validate, turns: Turns, tenant: str) -> Any:
@@ -150,10 +150,10 @@ async def _validated(data: bytes, validate: Validate, turns: Turns, tenant: str)
     if len(data) <= limits.HTTP_BODY_INLINE_BYTES:
         value = reading.read_body(data)
         _check_arguments(value)
-        found, wrong = validate(value)
+        validated, wrong = validate(value)
         if wrong:
             raise reading.wrong_body(wrong)
-        return found
+        return validated
     async with turns.begin(tenant) as step:
         async with step():
             reading.check_size(data)
@@ -163,11 +163,11 @@ async def _validated(data: bytes, validate: Validate, turns: Turns, tenant: str)
             _check_arguments(value)
         await _validate_items(value, step)
         async with step():
-            found, wrong = validate(value)
+            validated, wrong = validate(value)
         if wrong:
             async with step():
                 raise reading.wrong_body(wrong)
-        return found
+        return validated
 
 
 async def _validate_items(value: Any, step: Step) -> None:
@@ -188,7 +188,7 @@ async def _validate_items(value: Any, step: Step) -> None:
                     except ValidationError as error:
                         wrong = error.errors(include_url=False)
                         raise reading.wrong_body(
-                            [{**one, "loc": (name, index, *one["loc"])} for one in wrong]
+                            [{**entry, "loc": (name, index, *entry["loc"])} for entry in wrong]
                         ) from None
                     index += 1
 
@@ -199,8 +199,8 @@ def _check_arguments(value: Any) -> None:
     for name in _LONG:
         items = value.get(name) if isinstance(value, dict) else None
         texts = [*_arguments(items)] if isinstance(items, list) else []
-        if found := reading.exceeded("".join(texts).encode(errors="surrogatepass")):
-            raise BadRequest(name, f"the arguments of the calls have more than {found}")
+        if excess := reading.exceeded("".join(texts).encode(errors="surrogatepass")):
+            raise BadRequest(name, f"the arguments of the calls have more than {excess}")
 
 
 def _arguments(items: list[Any]) -> Iterator[str]:

@@ -139,8 +139,8 @@ class Forwarded(LiveResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         bodies, empty = self._bodies, nullcontext[IO[bytes]](BytesIO())
         async with empty if bodies is None else bodies.read(self._request) as self._body:
-            found = _DEADLINE.search(self._body.read())
-            deadline_ms = DEADLINE_MS_DEFAULT if found is None else int(found[1])
+            match = _DEADLINE.search(self._body.read())
+            deadline_ms = DEADLINE_MS_DEFAULT if match is None else int(match[1])
             self._deadline_s = min(deadline_ms, DEADLINE_MS_MAX) / 1e3
             await super().__call__(scope, receive, send)
 
@@ -223,21 +223,21 @@ class Forwarded(LiveResponse):
             content=_parts(self._body) if size else None,
             extensions=extensions,
         )
-        found = await self._coordinators.transport.handle_async_request(asked)
+        response = await self._coordinators.transport.handle_async_request(asked)
         try:
-            if found.headers.get("content-type", "").startswith("text/event-stream"):
-                await self._pass_on(found, send)
+            if response.headers.get("content-type", "").startswith("text/event-stream"):
+                await self._pass_on(response, send)
                 return None
-            body = b"".join([part async for part in found.aiter_raw()])
-            answer = Response(body, found.status_code)
-            answer.raw_headers = _passed_on(found.headers.raw, _NOT_TOLD)
+            body = b"".join([part async for part in response.aiter_raw()])
+            answer = Response(body, response.status_code)
+            answer.raw_headers = _passed_on(response.headers.raw, _NOT_TOLD)
             return answer
         finally:
-            await found.aclose()
+            await response.aclose()
 
-    async def _pass_on(self, found: httpx2.Response, send: Send) -> None:
-        await self._begin(send, found.status_code, _passed_on(found.headers.raw, _NOT_TOLD))
-        async with aclosing(_events(found)) as events:
+    async def _pass_on(self, response: httpx2.Response, send: Send) -> None:
+        await self._begin(send, response.status_code, _passed_on(response.headers.raw, _NOT_TOLD))
+        async with aclosing(_events(response)) as events:
             async for event in events:
                 named = _ID.search(event)
                 event_id = "" if named is None else named[1].strip().decode("latin-1")
@@ -259,9 +259,9 @@ def _reason(error: object) -> str:
     return str(error) or re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
 
 
-async def _events(found: httpx2.Response) -> AsyncGenerator[bytes]:
+async def _events(response: httpx2.Response) -> AsyncGenerator[bytes]:
     left = b""
-    async for part in found.aiter_raw():
+    async for part in response.aiter_raw():
         *whole, left = (left + part).split(b"\n\n")
         for event in whole:
             yield event + b"\n\n"
@@ -273,8 +273,8 @@ def _passed_on(
     """Leaves out the headers in `without`, and all headers that the header `connection` names."""
     named = httpx2.Headers(headers).get("connection", "").lower().split(",")
     left_out = {*without, *map(str.strip, named)}
-    found = [(name.lower(), value) for name, value in headers]
-    return [one for one in found if one[0].decode("latin-1") not in left_out]
+    lowered = [(name.lower(), value) for name, value in headers]
+    return [header for header in lowered if header[0].decode("latin-1") not in left_out]
 
 
 def build_gateway(

@@ -71,14 +71,14 @@ class Progress:
         """Describes the event of which the client has only some parts: the index of its choice, its
         number of tokens, and the number of parts that the client has. Zeros = no such event."""
         if last_event_id is not None:
-            found = _EVENT_ID.fullmatch(last_event_id)
-            choices = found["choices"].split(".") if found else []
-            if found is None or len(choices) != num_choices:
+            match = _EVENT_ID.fullmatch(last_event_id)
+            choices = match["choices"].split(".") if match else []
+            if match is None or len(choices) != num_choices:
                 raise BadRequest("Last-Event-ID", "is not the id of an event of this request")
-            split = [one.split("-") for one in choices]
+            split = [position.split("-") for position in choices]
             self._sent = [Position(int(n), int(digest, 16), int(m)) for n, digest, m in split]
-            self.num_parts = int(found["num_parts"])
-            index, num_tokens, num_parts = map(int, (found["begun"] or "0-0-0").split("-"))
+            self.num_parts = int(match["num_parts"])
+            index, num_tokens, num_parts = map(int, (match["begun"] or "0-0-0").split("-"))
             self._begun = index, num_tokens, num_parts
 
     def resume_request(self, index: int, session_id: str = "") -> ResumeRequest:
@@ -126,7 +126,10 @@ class Progress:
     def _id(self, begun: str = "") -> str:
         if len(self._now) > EVENT_ID_CHOICES_MAX:
             return ""
-        each = (f"{one.num_tokens}-{one.digest:x}-{one.num_others}" for one in self._sent)
+        each = (
+            f"{position.num_tokens}-{position.digest:x}-{position.num_others}"
+            for position in self._sent
+        )
         return f"{self.num_parts}:{'.'.join(each)}{begun}"
 
 

@@ -127,10 +127,10 @@ def wrong_body(wrong: Sequence[Mapping[str, Any]]) -> errors.BadRequest:
     """Converts one of pydantic's errors about a body. If a value fits no member of a union,
     pydantic reports an error for each member. Of the errors about the first wrong field, this
     function converts the error with the longest path, because a longer path is more specific."""
-    same = [one for one in wrong if one["loc"][:2] == wrong[0]["loc"][:2]]
-    found = max(same, key=lambda one: len(one["loc"]))
-    kind, reason = found["type"], str(found["msg"]).removeprefix("Value error, ")
-    *path, last = found["loc"]
+    same = [entry for entry in wrong if entry["loc"][:2] == wrong[0]["loc"][:2]]
+    entry = max(same, key=lambda entry: len(entry["loc"]))
+    kind, reason = entry["type"], str(entry["msg"]).removeprefix("Value error, ")
+    *path, last = entry["loc"]
     parts = [part for part in path if _names_a_field(part)]
     if kind == UNKNOWN_FIELD or _names_a_field(last):
         parts.append(last)
@@ -144,9 +144,9 @@ def wrong_body(wrong: Sequence[Mapping[str, Any]]) -> errors.BadRequest:
     if kind == "missing":
         reason = "is missing"
     elif kind == UNKNOWN_FIELD:
-        reason = found.get("ctx", {}).get("reason", "there is no such field")
+        reason = entry.get("ctx", {}).get("reason", "there is no such field")
     elif kind != "value_error":
-        reason = f"{reason[:1].lower()}{reason[1:]}; got {_shown(found.get('input'))}"
+        reason = f"{reason[:1].lower()}{reason[1:]}; got {_shown(entry.get('input'))}"
     return errors.BadRequest(field, reason)
 
 
@@ -199,19 +199,19 @@ def read_body(data: bytes) -> Any:
 
 def check_size(data: bytes) -> None:
     """Raises `BadRequest` if a body exceeds a limit of `exceeded`."""
-    if found := exceeded(data):
-        raise of_body(f"has more than {found}")
+    if excess := exceeded(data):
+        raise of_body(f"has more than {excess}")
 
 
 def exceeded(data: bytes) -> str:
     """Names the limit that some JSON exceeds: `HTTP_VALUES_MAX` values, `HTTP_STRINGS_MAX` strings
     and keys, or `HTTP_CONTAINERS_MAX` lists and objects. "" = no limit is exceeded. Does not parse
     the JSON."""
-    found = _too_many(data.translate(None, _OTHERS))
-    if found:  # Some marks may be within strings. Count again without strings.
+    excess = _too_many(data.translate(None, _OTHERS))
+    if excess:  # Some marks may be within strings. Count again without strings.
         bare = data.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS)
-        found = _too_many_strings(bare) or _too_many(b"".join(bare.split(b'"')[::2]))
-    return found
+        excess = _too_many_strings(bare) or _too_many(b"".join(bare.split(b'"')[::2]))
+    return excess
 
 
 def parse(data: bytes) -> Any:

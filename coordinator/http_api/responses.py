@@ -316,11 +316,14 @@ class ResponseAnswer(ChatAnswer):
             choice.is_opened, begun = True, self._response("in_progress")
             yield _event("created", response=begun)
             yield _event("in_progress", response=begun)
-        if has_ended and all(one.kind == "content" for one in self._items[-1:]):
+        if has_ended and all(item.kind == "content" for item in self._items[-1:]):
             # An answer without text has an empty message.
             choice.parts = choice.parts or [Part("content", "")]
         for kind, text in choice.parts:
-            if kind == "name" or kind not in ("arguments", *(one.kind for one in self._items[-1:])):
+            if kind == "name" or kind not in (
+                "arguments",
+                *(item.kind for item in self._items[-1:]),
+            ):
                 if self._items:
                     yield from self._items[-1].closed("completed")
                 self._begin(kind, text)
@@ -350,7 +353,7 @@ class ResponseAnswer(ChatAnswer):
     def _response(self, status: schemas.ResponseStatus, error: Json | None = None) -> Json:
         sampling = self._asked.requests[0].sampling
         [choice] = self._choices
-        found: schemas.ResponseObject = {
+        response: schemas.ResponseObject = {
             "id": self._envelope["id"],
             "object": "response",
             "model": self._envelope["model"],
@@ -366,15 +369,15 @@ class ResponseAnswer(ChatAnswer):
         }
         if choice.finished:
             if status == "incomplete":  # `stop_reason` has the exact reason.
-                found["incomplete_details"] = {"reason": "max_output_tokens"}
+                response["incomplete_details"] = {"reason": "max_output_tokens"}
             usage = self._usage()
-            found["usage"] = {
+            response["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
                 "output_tokens": usage["completion_tokens"],
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
-            found["stop_reason"] = stop_reason(choice.finished)
-            found["metrics"] = self._metrics()
-        return {**found, **self._asked.body.model_dump(include=_REPEATED), **_ALWAYS}
+            response["stop_reason"] = stop_reason(choice.finished)
+            response["metrics"] = self._metrics()
+        return {**response, **self._asked.body.model_dump(include=_REPEATED), **_ALWAYS}

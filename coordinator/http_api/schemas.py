@@ -251,12 +251,12 @@ class DocumentedApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """FastAPI adds the schemas of whole answers. This method adds the schemas of chunks."""
         document = super().openapi()
-        _, found = TypeAdapter.json_schemas(
+        _, extra = TypeAdapter.json_schemas(
             [
                 ("chat", "serialization", TypeAdapter(ChatCompletionChunk)),
                 ("response", "serialization", TypeAdapter(ResponseEvent)),
             ],
             ref_template=REF_TEMPLATE,
         )
-        document["components"]["schemas"] |= found["$defs"]
+        document["components"]["schemas"] |= extra["$defs"]
         return document

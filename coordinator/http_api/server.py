@@ -374,7 +374,9 @@ class HttpServer:
         for _ in range(round(limits.HTTP_LAST_REQUEST_S / _POLL_S)):
             if not self._open.are_busy:
                 await asyncio.sleep(_POLL_S)
-        for connection in [one for one in self._open if one.handshake is not None]:
+        for connection in [
+            connection for connection in self._open if connection.handshake is not None
+        ]:
             connection.break_off()
         await self._server.shutdown()
 
@@ -474,11 +476,11 @@ def _bind(options: HttpOptions) -> socket.socket:
     try:
         if port and not options.takes_over:
             check_port(host, port)
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         # If a name has IPv4 and IPv6 addresses, IPv4 is preferred.
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
         bound = socket.create_server(
             address,
             family=family,

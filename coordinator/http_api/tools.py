@@ -173,8 +173,8 @@ class Reader:
 
     def _go_on(self) -> list[Part]:
         next(self._reading, None)
-        found, self._parts = self._parts, []
-        return found
+        parts, self._parts = self._parts, []
+        return parts
 
     def _read(self) -> Reading[None]:
         form = self._form
@@ -221,11 +221,11 @@ class Reader:
         while True:
             if self._follows_mark:
                 self._text = self._text.lstrip()
-            if (found := _any_of(marks).search(self._text)) is not None:
-                self._add(kind, _without_space(self._text[: found.start()]))
-                self._text = self._text[found.end() :]
+            if (match := _any_of(marks).search(self._text)) is not None:
+                self._add(kind, _without_space(self._text[: match.start()]))
+                self._text = self._text[match.end() :]
                 self._follows_mark = True
-                return found[0]
+                return match[0]
             certain = self._text
             if not self._is_over:
                 held = max(overlap(certain, mark) for mark in marks)
@@ -253,10 +253,10 @@ class Reader:
 
     def _take(self, chars: str) -> Reading[str]:
         """If the next character that is not white space is in `chars`, removes and returns it."""
-        found = yield from self._peek()
-        if found and found in chars:
+        char = yield from self._peek()
+        if char and char in chars:
             self._text = self._text.lstrip()[1:]
-            return found
+            return char
         return ""
 
     def _calls(self, mark: str = "") -> Reading[None]:
@@ -276,17 +276,17 @@ class Reader:
         object, if any, as content, and returns False."""
         self._is_extra = self._num_calls > 0 and not self._form.several
         is_object = (yield from self._peek()) == "{"
-        head, found, whole = _HEAD_OF_OBJECT if is_object else self._named_head, None, ""
+        head, match, whole = _HEAD_OF_OBJECT if is_object else self._named_head, None, ""
         while head is not None:
             if "{" in self._text:
-                found = head.match(self._text, 0, _HEAD_CHARS_MAX)
+                match = head.match(self._text, 0, _HEAD_CHARS_MAX)
             is_late = len(self._text) >= _HEAD_CHARS_MAX or "}" in self._text
-            if found is not None or is_late or self._is_over:
+            if match is not None or is_late or self._is_over:
                 break
             yield
-        if found is not None and self._is_known(found["name"]):
-            self._text = self._text[found.end() :]
-            self._begin_call(found["name"])
+        if match is not None and self._is_known(match["name"]):
+            self._text = self._text[match.end() :]
+            self._begin_call(match["name"])
             yield from self._value(is_added=True)
             if is_object:  # Drop the rest of the object around the arguments.
                 yield from self._value(depth=1)
@@ -318,16 +318,16 @@ class Reader:
         taken, is_in_string, is_whole = list[str](), False, False
         while True:
             end = len(self._text)
-            for found in _JSON_MARK.finditer(self._text):
-                mark = found[0]
+            for match in _JSON_MARK.finditer(self._text):
+                mark = match[0]
                 if mark == "\\" and not self._is_over:
-                    end = found.start()  # The next character is not there yet.
+                    end = match.start()  # The next character is not there yet.
                 elif mark == '"':
                     is_in_string = not is_in_string
                 elif mark in "{}[]" and not is_in_string:
                     depth += 1 if mark in "{[" else -1
                     if is_whole := depth == 0:
-                        end = found.end()
+                        end = match.end()
                         break
             piece, self._text = self._text[:end], self._text[end:]
             taken.append(piece)
@@ -358,10 +358,10 @@ def _loaded(text: str) -> Any:
 def _arguments(call: dict[str, Any]) -> str:
     """Returns the arguments of a call, as JSON text. Some models write this JSON as a string. If
     there are no arguments, some models write null or leave the field out."""
-    found = call.get("arguments", call.get("parameters"))
-    if isinstance(found, str):
-        return found
-    return json.dumps({} if found is None else found, ensure_ascii=False)
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +375,9 @@ class Tools:
     several: bool = True
 
     def for_template(self) -> tuple[dict[str, Any], ...]:
-        return tuple({"type": "function", "function": dict(one)} for one in self.functions)
+        return tuple(
+            {"type": "function", "function": dict(function)} for function in self.functions
+        )
 
     def constraint(self) -> Constraint | None:
         """Returns the constraint on an answer that must consist of calls: the arguments of the
@@ -384,13 +386,17 @@ class Tools:
         if not self.is_required:
             return None
         if self.named:
-            [schema] = [one["parameters"] for one in self.functions if one["name"] == self.named]
+            [schema] = [
+                function["parameters"]
+                for function in self.functions
+                if function["name"] == self.named
+            ]
             return Constraint.of_schema(schema, "tools")
         call = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
         calls, schemas = list[Any](), dict[str, Any]()
-        for one in self.functions:
-            name, place = one["name"], f"#/$defs/{one['name']}"
-            schemas[name] = _moved(one["parameters"], place)
+        for function in self.functions:
+            name, place = function["name"], f"#/$defs/{function['name']}"
+            schemas[name] = _moved(function["parameters"], place)
             own = {"name": {"const": name}, "arguments": {"$ref": place}}
             calls.append({**call, "properties": own})
         schema = {
@@ -413,7 +419,7 @@ def tools_of(
     a function is `named`. Raises `BadRequest`."""
     if not functions and choice == REQUIRED:
         raise BadRequest("tool_choice", "asks for a call, but there are no tools")
-    names = Counter(one["name"] for one in functions)
+    names = Counter(function["name"] for function in functions)
     if len(names) < len(functions):
         raise BadRequest("tools", f"{names.most_common(1)[0][0]!r} is the name of several tools")
     if named and named not in names:
@@ -425,7 +431,9 @@ def tools_of(
         raise BadRequest("tools", f"have {size} bytes; at most {most} are allowed")
     if choice == NONE:
         functions = []
-    whole = [{**one, "parameters": _of_object(one.get("parameters"))} for one in functions]
+    whole = [
+        {**function, "parameters": _of_object(function.get("parameters"))} for function in functions
+    ]
     return Tools(whole, named, choice == REQUIRED, several)
 
 
@@ -437,12 +445,12 @@ def call_id_of(session_id: str, index: int) -> str:
 def parsed_arguments(text: str) -> dict[str, Any]:
     """Returns the arguments of a call. Raises `ValueError` if they are not a JSON object."""
     try:
-        found = from_json(text) if text else {}
+        arguments = from_json(text) if text else {}
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise ValueError("must be a JSON object")
-    return found
+    return arguments
 
 
 def call_for_template(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,7 +469,7 @@ def _of_object(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _moved(schema: Any, place: str) -> Any:
     """Returns the schema for use at `place` in a larger schema. Adapts each local `$ref`."""
     if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
+        return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
@@ -501,7 +509,7 @@ class ChatFormats:
             self._text.check_tools("tools")
         is_json = constraint is not None and constraint.kind in _JSON
         if tools.functions and (tools.is_required or not is_json):
-            calls, names = self._calls, sorted(one["name"] for one in tools.functions)
+            calls, names = self._calls, sorted(function["name"] for function in tools.functions)
             if tools.named:
                 calls, names = ARGUMENTS, [tools.named]
             elif tools.is_required:
@@ -534,7 +542,7 @@ def _calls_in(template: str) -> str:
     for name in ("deepseek", "mistral"):
         if CALL_FORMATS[name].marks[0] in template:
             return name
-    if "<tool_call>" in template and not any(one in template for one in _OTHER_CALLS):
+    if "<tool_call>" in template and not any(mark in template for mark in _OTHER_CALLS):
         return "hermes"
     if "<|eot_id|>" in template and '"parameters"' in template:
         return "llama3"

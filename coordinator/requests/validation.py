@@ -249,10 +249,15 @@ class PromptEncoder:
             raise BadRequest(field, "the model has no tokenizer; give token ids")
         turns, contents = list[dict[str, Any]](), [given]
         if not isinstance(prompt, str):
-            turns = [{"role": one.role, "content": one.content, **one.more} for one in given]
-            contents = [one.content for one in given]
-            contents += [json.dumps(one.more, ensure_ascii=False) for one in given if one.more]
-        size = sum(len(one.encode(errors="surrogatepass")) for one in contents)
+            turns = [
+                {"role": message.role, "content": message.content, **message.more}
+                for message in given
+            ]
+            contents = [message.content for message in given]
+            contents += [
+                json.dumps(message.more, ensure_ascii=False) for message in given if message.more
+            ]
+        size = sum(len(content.encode(errors="surrogatepass")) for content in contents)
         bytes_max = tokens_max * text.token_bytes_max
         if size > bytes_max:
             most = f"up to {bytes_max}, because the model's limit is {tokens_max} tokens"

@@ -133,7 +133,7 @@ class Discovery:
     async def look(self) -> None:
         """Reads the registry once, and updates the pools."""
         try:
-            found = await self._registry.fleet()
+            records = await self._registry.fleet()
             self.wanted = await self._registry.wanted()
             starts = await self._registry.starts()
         except OutriderError as error:
@@ -143,19 +143,21 @@ class Discovery:
         else:
             for role, pool in self._pools.items():
                 pool.starts = starts.get(role, Starts(role))
-            self.hear(found)
+            self.hear(records)
 
-    def hear(self, found: Mapping[Role, Sequence[ReplicaRecord]]) -> None:
+    def hear(self, by_role: Mapping[Role, Sequence[ReplicaRecord]]) -> None:
         """Updates the pools from all current records of the registry."""
         self._heard_at = now = asyncio.get_running_loop().time()
         if self._away:
             # Replicas could not announce themselves until now.
             trusted = now + LEASE_S
-            self._heard.update({name: (trusted, one[1]) for name, one in self._heard.items()})
+            self._heard.update({name: (trusted, entry[1]) for name, entry in self._heard.items()})
         self._away = False
-        for role, records in found.items():
+        for role, records in by_role.items():
             self._records[role] = {record.name: record for record in records}
-            self.present[role] = sum(not (one.leaving or one.trial_share) for one in records)
+            self.present[role] = sum(
+                not (record.leaving or record.trial_share) for record in records
+            )
             if role != "coordinator":
                 self._follow(self._pools[role], records, now)
 
@@ -246,14 +248,14 @@ class Discovery:
                 if replica is None:
                     seen.append(_seen(replace(record, load=0), "joining"))
                     continue
-                found = replace(
+                current = replace(
                     record,
                     model=replica.description.model,
                     load=len(replica.routes),
                     leaving=replica.leaving,
                 )
-                seen.append(_seen(found, "away" if replica.away else "serving"))
-        return sorted(seen, key=lambda one: (ROLES.index(one.role), one.name))
+                seen.append(_seen(current, "away" if replica.away else "serving"))
+        return sorted(seen, key=lambda entry: (ROLES.index(entry.role), entry.name))
 
 
 def _seen(record: ReplicaRecord, state: State = "serving", here: bool = False) -> SeenReplica:

@@ -72,12 +72,12 @@ class PushedProposals:
     def begin(self, number: int, tokens: TokenSequence) -> ProposalReply | None:
         """Begins round `number`. Returns the proposal that extends `tokens`, if any, and drops the
         others."""
-        found = None
+        reply = None
         if self.expects(number):
             for base_length in {length for length, _ in self._kept}:
-                found = self._kept.get((base_length, tokens.since(base_length))) or found
+                reply = self._kept.get((base_length, tokens.since(base_length))) or reply
         self._round, self._bytes, self._kept = number, 0, {}
-        return found
+        return reply
 
 
 def budget_us(seconds: float) -> int:
@@ -480,12 +480,12 @@ class SelfDraftClient(_ModelDrafts):
                 # 0: length control must not learn from a look-up that stands in for the head.
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)
-        found = reply.next_proposal
-        num_drafted = len(found)
+        next_proposal = reply.next_proposal
+        num_drafted = len(next_proposal)
         num_asked = min(num_drafted if reply.next_out_of_time else self._next_max, num_wanted)
         took_s, work_s = reply.next_draft_ms / 1e3, reply.next_work_ms / 1e3
         return Drafted(
-            found.cut(num_wanted),
+            next_proposal.cut(num_wanted),
             "local",
             0.0,
             num_asked,

@@ -127,7 +127,7 @@ class ReplicaPool:
         self.num_stale = 0
         """Number of proposals and verdicts that arrived after their round or session had ended."""
         self.lost = asyncio.Event()
-        self._found = asyncio.Event()
+        self._arrival = asyncio.Event()
 
     @property
     def present(self) -> list[ReplicaConnection]:
@@ -137,31 +137,41 @@ class ReplicaPool:
     @property
     def is_full(self) -> bool:
         """Whether every present replica has as many sessions as fit in one step."""
-        return all(len(one.routes) >= one.description.max_num_seqs for one in self.present)
+        return all(
+            len(replica.routes) >= replica.description.max_num_seqs for replica in self.present
+        )
 
     @property
     def num_bytes(self) -> Counter[str]:
         """Sum of `Link.num_bytes` over all replicas that ever joined. May be read on any thread."""
-        return sum((one.link.num_bytes for one in list(self.replicas.values())), self._left)
+        return sum((replica.link.num_bytes for replica in list(self.replicas.values())), self._left)
 
     def newest(self, weights: str = "") -> ReplicaDescription | None:
         """Returns the description of the newest replica with these `weights` (empty = any). Prefers
         present replicas, then replicas that are not on trial."""
-        found = [one for one in self.replicas.values() if weights in ("", one.description.weights)]
-        if not found:
+        candidates = [
+            replica
+            for replica in self.replicas.values()
+            if weights in ("", replica.description.weights)
+        ]
+        if not candidates:
             return None
-        return max(reversed(found), key=lambda one: (one.is_open, not one.trial_share)).description
+        return max(
+            reversed(candidates), key=lambda replica: (replica.is_open, not replica.trial_share)
+        ).description
 
     @property
     def on_trial(self) -> ReplicaConnection | None:
         """The newest present replica on trial."""
-        return next((one for one in reversed(self.present) if one.trial_share), None)
+        return next((replica for replica in reversed(self.present) if replica.trial_share), None)
 
     @property
     def first_kept(self) -> ReplicaDescription | None:
         """Description of the oldest replica that is not on trial."""
-        found = (one.description for one in self.replicas.values() if not one.trial_share)
-        return next(found, None)
+        descriptions = (
+            replica.description for replica in self.replicas.values() if not replica.trial_share
+        )
+        return next(descriptions, None)
 
     async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
         """Asks a replica for its description, and adds the replica. The pool, not the caller, will
@@ -182,7 +192,7 @@ class ReplicaPool:
         """Adds a replica whose description is known to fit."""
         self.first = self.first or description
         self.replicas[name] = ReplicaConnection(self, link, name, description, trial_share)
-        self._tell_found()
+        self._notify()
 
     def retire(self, name: str) -> None:
         """Marks a replica as leaving. Its sessions move when their next rounds begin."""
@@ -203,7 +213,7 @@ class ReplicaPool:
         if self._targets is None or not replica.reads_features:
             return True
         targets = self._targets.replicas.values()
-        shown = (one.description.features for one in targets if session_id in one.routes)
+        shown = (target.description.features for target in targets if session_id in target.routes)
         return next(shown, None) == replica.features
 
     async def watch(self) -> None:
@@ -221,16 +231,16 @@ class ReplicaPool:
         """Waits up to `timeout_s` until a replica joins or is back."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._found.wait()
+                await self._arrival.wait()
 
     async def wait_for_one(self, config: CoordinatorConfig) -> ReplicaDescription:
         """Waits for a replica as `Absence` says. Returns the description of the newest one. Raises
         `Unavailable`."""
         absence = Absence(self, config)
-        while (found := self.newest()) is None:
+        while (description := self.newest()) is None:
             absence.check(f"no {self.role} is known")
             await self.change(ABSENCE_LOOK_S)
-        return found
+        return description
 
     async def healthy(self) -> bool:
         """Whether any replica answers. Asks one replica, if possible a present one. If this
@@ -253,9 +263,9 @@ class ReplicaPool:
         check(set(routed) <= sessions, "a route has no session")
         check(not every or set(routed) == sessions, "a session has no route")
 
-    def _tell_found(self) -> None:
-        self._found.set()
-        self._found.clear()
+    def _notify(self) -> None:
+        self._arrival.set()
+        self._arrival.clear()
 
     async def _probe(self, replica: ReplicaConnection) -> None:
         """Marks a replica as back if it answers. After a restart, its description may differ."""
@@ -264,26 +274,26 @@ class ReplicaPool:
             self._check(description)
             _log.info("the %s %s is back", self.role, replica.name)
             replica.description, replica.away = description, False
-            self._tell_found()
+            self._notify()
 
-    def _check(self, found: ReplicaDescription) -> None:
+    def _check(self, description: ReplicaDescription) -> None:
         first, target = self.first, None if self._targets is None else self._targets.first
-        own, other = found.tokenizer_fingerprint, target and target.tokenizer_fingerprint
+        own, other = description.tokenizer_fingerprint, target and target.tokenizer_fingerprint
         reason = ""
         if self.role == "target":
-            if first is not None and (found.vocab_size, own) != (
+            if first is not None and (description.vocab_size, own) != (
                 first.vocab_size,
                 first.tokenizer_fingerprint,
             ):
                 reason = f"has another vocabulary or tokenizer than {first.model!r}"
         elif target is not None and own and other and own != other:
             reason = f"has another tokenizer ({own}) than the target {target.model!r} ({other})"
-        elif target is not None and found.reads_features and not target.shows_features:
+        elif target is not None and description.reads_features and not target.shows_features:
             reason = f"reads hidden states of its target, which {target.model!r} does not send"
-        elif first is not None and found.reads_features != first.reads_features:
+        elif first is not None and description.reads_features != first.reads_features:
             reason = f"and {first.model!r} differ: only one reads hidden states of its target"
         if reason:
-            raise Incompatible(f"the {self.role} {found.model!r} {reason}")
+            raise Incompatible(f"the {self.role} {description.model!r} {reason}")
 
 
 # Rendezvous hashing (Thaler and Ravishankar 1998) of the start of a session's prompt chooses the
@@ -396,8 +406,8 @@ class SessionRoute(Generic[Item, Answer]):
     @property
     def drafts_itself(self) -> bool:
         """Whether the session's target has a head. Without a target, `pool.first` decides."""
-        found = self._pool.first if self._replica is None else self._replica.description
-        return found is not None and found.drafts_itself
+        description = self._pool.first if self._replica is None else self._replica.description
+        return description is not None and description.drafts_itself
 
     @property
     def cache_state(self) -> CacheState:
@@ -548,16 +558,16 @@ class SessionRoute(Generic[Item, Answer]):
     def move(self) -> bool:
         """Moves to another replica that fits, drops requests without an answer, and returns True.
         If none fits, returns False, and keeps the current replica unless it is a leaving draft."""
-        before, found = self._replica, self._find()
-        if found is None:
+        before, replica = self._replica, self._find()
+        if replica is None:
             if before is not None and before.leaving and self._pool.role == "draft":
                 self._leave()
             return False
         session_id = self.context.session.session_id
-        _log.debug("session %s moves from %r to %r", session_id, self.replica, found.name)
+        _log.debug("session %s moves from %r to %r", session_id, self.replica, replica.name)
         self._leave()
         self._num_moves += 1
-        self._enter(found)
+        self._enter(replica)
         self.cached_length = 0
         self.context.observer.count("session_moves", self._pool.role)
         return True
@@ -592,20 +602,27 @@ class SessionRoute(Generic[Item, Answer]):
             and not (replica.leaving and pool.role == "draft")
             and pool.can_read(replica.description, session_id)
         ]
-        found = [replica for replica in fitting if replica.is_open]
-        if not found and without == [None]:
-            found = fitting
+        candidates = [replica for replica in fitting if replica.is_open]
+        if not candidates and without == [None]:
+            candidates = fitting
         # A hash of the session's id in [0, 1), the same at every coordinator.
         place = int.from_bytes(blake2b(session_id.encode(), digest_size=4).digest()) / 2**32
 
-        def rank(one: ReplicaConnection) -> tuple[bool, ...]:
-            is_alike = self._numerics in ("", one.description.numerics)
-            return one.name == preferred, is_alike, place < one.trial_share, not one.trial_share
+        def rank(replica: ReplicaConnection) -> tuple[bool, ...]:
+            is_alike = self._numerics in ("", replica.description.numerics)
+            return (
+                replica.name == preferred,
+                is_alike,
+                place < replica.trial_share,
+                not replica.trial_share,
+            )
 
-        best = max(map(rank, found), default=())
-        found = [one for one in found if rank(one) == best]
-        seats = min((one.description.max_num_seqs for one in found), default=0)
-        name = choose(self._affinity, {one.name: len(one.routes) for one in found}, seats)
+        best = max(map(rank, candidates), default=())
+        candidates = [replica for replica in candidates if rank(replica) == best]
+        seats = min((replica.description.max_num_seqs for replica in candidates), default=0)
+        name = choose(
+            self._affinity, {replica.name: len(replica.routes) for replica in candidates}, seats
+        )
         return None if name is None else pool.replicas[name]
 
     def _leave(self) -> None:

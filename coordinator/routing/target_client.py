@@ -112,9 +112,11 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                 absence = None
                 if isinstance(answer, VerdictReply):
                     self.verified, num = proposal, len(proposal)
-                    found = len(answer.verdict.accept_probability)
-                    is_whole = found == len(answer.verdict.correction) - 1 == num
-                    check(is_whole, f"the verdict has {found} draft tokens; {num} were proposed")
+                    num_judged = len(answer.verdict.accept_probability)
+                    is_whole = num_judged == len(answer.verdict.correction) - 1 == num
+                    check(
+                        is_whole, f"the verdict has {num_judged} draft tokens; {num} were proposed"
+                    )
                     return answer
                 if isinstance(answer, Resync):
                     self.resync(answer)
@@ -136,10 +138,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
     def _cut(self, proposal: SealedProposal, num_refusals: int, reason: str) -> SealedProposal:
         """The part of a proposal to ask for after so many refusals of its q."""
         part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
-        found = part if len(part) < len(proposal) else NOTHING_SEALED
-        _log.warning("only %d draft tokens are verified: %s", len(found), reason)
+        kept = part if len(part) < len(proposal) else NOTHING_SEALED
+        _log.warning("only %d draft tokens are verified: %s", len(kept), reason)
         self.context.observer.count("unreadable_proposals")
-        return found
+        return kept
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
         """Records a round's outcome (see `Drafts.settle`)."""

@@ -46,10 +46,10 @@ def _shown(bound: float) -> str:
 
 @cache
 def _bounds_of(kind: type) -> Sequence[tuple[str, Bounds]]:
-    found = list[tuple[str, Bounds]]()
+    bounds = list[tuple[str, Bounds]]()
     for name, hint in get_type_hints(kind, include_extras=True).items():
         members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         for member in members:
             metadata = getattr(member, "__metadata__", ())
-            found += [(name, one) for one in metadata if isinstance(one, Bounds)]
-    return found
+            bounds += [(name, entry) for entry in metadata if isinstance(entry, Bounds)]
+    return bounds

@@ -16,7 +16,7 @@ from outrider.limits import FILE_BYTES_MAX, KEY_FILE_LOOK_MS
 _log = logging.getLogger(__name__)
 
 _State = tuple[int, int, int, int] | None
-Found = TypeVar("Found")
+Contents = TypeVar("Contents")
 
 
 @contextmanager
@@ -64,37 +64,37 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
         raise
 
 
-class FileWatch(Generic[Found]):
+class FileWatch(Generic[Contents]):
     """Parsed contents of files, which are read again after a file has changed."""
 
-    def __init__(self, paths: Sequence[Path | None], read: Callable[[], Found]) -> None:
+    def __init__(self, paths: Sequence[Path | None], read: Callable[[], Contents]) -> None:
         """`read` returns the parsed contents of `paths`. The constructor raises the errors of
         `read`. Later, files are checked for changes at most every `KEY_FILE_LOOK_MS`."""
         self._paths = [path for path in paths if path is not None]
         self._read = read
         self._looked_at = monotonic()
         self._states = self._look()
-        self._found = read()
+        self._contents = read()
         self._trouble = ""
 
-    def current(self) -> Found:
+    def current(self) -> Contents:
         """Returns the contents. Reads them again if a file has changed and no file is missing. If
         `read` fails, logs the error once, keeps the old contents, and retries at the next check."""
         now = monotonic()
         if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
-            return self._found
+            return self._contents
         self._looked_at = now
         states = self._look()
         if states != self._states and None not in states:
             try:
-                self._found = self._read()
+                self._contents = self._read()
                 self._states, self._trouble = states, ""
                 _log.info("%s has changed", self._paths[0])
             except (ConfigError, OSError, ValueError) as error:
                 if str(error) != self._trouble:
                     self._trouble = str(error)
                     _log.error("keeping the former contents of %s: %s", self._paths[0], error)
-        return self._found
+        return self._contents
 
     def _look(self) -> tuple[_State, ...]:
         return tuple(_state(path) for path in self._paths)

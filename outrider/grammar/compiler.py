@@ -143,10 +143,10 @@ class Grammars:
         self.now: Callable[[], float] = time.monotonic
         self._loading = threading.Lock()
         self._lock = threading.Lock()
-        self._found: OrderedDict[_Key, Grammar | _Refusal] = OrderedDict()
+        self._cached: OrderedDict[_Key, Grammar | _Refusal] = OrderedDict()
         """The least recently used first."""
         self._num_bytes: Counter[str] = Counter()
-        """Tenant -> bytes of the constraints of its grammars in `_found`."""
+        """Tenant -> bytes of the constraints of its grammars in `_cached`."""
         self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
         """All grammars that are still referenced."""
         self._slow: WeakSet[Grammar] = WeakSet()  # grammars that have delayed a step once
@@ -170,27 +170,27 @@ class Grammars:
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | BadRequest | None:
         """The grammar, or the error that refused the constraint. None = unknown."""
-        found = self._look_up((tenant, digest))
-        return found.error() if isinstance(found, _Refusal) else found
+        entry = self._look_up((tenant, digest))
+        return entry.error() if isinstance(entry, _Refusal) else entry
 
     def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
         """The grammar of a constraint, compiled on this thread if it is unknown. If the constraint
         is refused, raises `BadRequest` with `constraint.kind` as its field."""
-        found = self._look_up((tenant, constraint.digest())) or self._compile(constraint, tenant)
-        if isinstance(found, _Refusal):
-            raise found.error()
-        return found
+        entry = self._look_up((tenant, constraint.digest())) or self._compile(constraint, tenant)
+        if isinstance(entry, _Refusal):
+            raise entry.error()
+        return entry
 
     async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
         """Like `get`, but compiles on other threads, at which tenants take turns. Raises
         `Overloaded` if too many constraints wait, or if this constraint waits too long."""
         key = tenant, constraint.digest()
-        found = self._look_up(key)
-        if found is None:
+        entry = self._look_up(key)
+        if entry is None:
             compiling = partial(self._compile, constraint, tenant)
             try:
                 async with asyncio.timeout(limits.COMPILE_WAIT_S_MAX):
-                    found = await self._calls.share(
+                    entry = await self._calls.share(
                         key,
                         lambda: asyncio.create_task(
                             self._threads.run(tenant, compiling, len(constraint.text))
@@ -198,9 +198,9 @@ class Grammars:
                     )
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try later") from None
-        if isinstance(found, _Refusal):
-            raise found.error()
-        return found
+        if isinstance(entry, _Refusal):
+            raise entry.error()
+        return entry
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A new grammar for the constraint of `used_up`. If no other session has compiled the
@@ -233,58 +233,58 @@ class Grammars:
 
     def _look_up(self, key: _Key) -> Grammar | _Refusal | None:
         with self._lock:
-            found = self._known(key)
-            if isinstance(found, _Refusal) and found.until_s <= self.now():
+            entry = self._known(key)
+            if isinstance(entry, _Refusal) and entry.until_s <= self.now():
                 self._drop(key)
                 return None
-            if found is not None:
-                self._insert(key, found)
-            return found
+            if entry is not None:
+                self._insert(key, entry)
+            return entry
 
     def _compile(self, constraint: Constraint, tenant: str) -> Grammar | _Refusal:
-        found: Grammar | _Refusal
+        entry: Grammar | _Refusal
         try:
             with self._loading:
                 tokenizer = self._load()
             began = self.clock()
             compiled = tokenizer.compile(constraint)
-            found = replace(compiled, tenant=tenant, compile_s=self.clock() - began)
+            entry = replace(compiled, tenant=tenant, compile_s=self.clock() - began)
         except ConfigError as error:
-            found = _Refusal(constraint.kind, error.message)
+            entry = _Refusal(constraint.kind, error.message)
         except BadRequest as error:
-            found = _Refusal(error.field, error.reason)
-        self._keep((tenant, constraint.digest()), found)
-        return found
+            entry = _Refusal(error.field, error.reason)
+        self._keep((tenant, constraint.digest()), entry)
+        return entry
 
-    def _keep(self, key: _Key, found: Grammar | _Refusal) -> None:
+    def _keep(self, key: _Key, entry: Grammar | _Refusal) -> None:
         with self._lock:
             self._drop(key)
-            self._insert(key, found)
-            if isinstance(found, Grammar):
-                self._held[key] = found
+            self._insert(key, entry)
+            if isinstance(entry, Grammar):
+                self._held[key] = entry
 
     def _known(self, key: _Key) -> Grammar | _Refusal | None:
-        return self._found.get(key) or self._held.get(key)
+        return self._cached.get(key) or self._held.get(key)
 
-    def _insert(self, key: _Key, found: Grammar | _Refusal) -> None:
-        """Keeps `found` as the newest. Forgets others, the oldest of the tenant with the most
+    def _insert(self, key: _Key, entry: Grammar | _Refusal) -> None:
+        """Keeps `entry` as the newest. Forgets others, the oldest of the tenant with the most
         constraints or, if their bytes are too many, with the most bytes."""
         self._forget(key)
-        while len(self._found) >= limits.GRAMMARS_MAX:
-            self._forget_oldest(Counter(tenant for tenant, _ in self._found))
-        while self._found and self._num_bytes.total() + _size(found) > limits.GRAMMAR_BYTES_MAX:
+        while len(self._cached) >= limits.GRAMMARS_MAX:
+            self._forget_oldest(Counter(tenant for tenant, _ in self._cached))
+        while self._cached and self._num_bytes.total() + _size(entry) > limits.GRAMMAR_BYTES_MAX:
             self._forget_oldest(self._num_bytes)
-        self._found[key] = found
-        self._num_bytes[key[0]] += _size(found)
+        self._cached[key] = entry
+        self._num_bytes[key[0]] += _size(entry)
 
     def _forget_oldest(self, amounts: Counter[str]) -> None:
         """Forgets the oldest constraint of the tenant with the largest amount."""
-        largest = max((tenant for tenant, _ in self._found), key=amounts.__getitem__)
-        self._forget(next(one for one in self._found if one[0] == largest))
+        largest = max((tenant for tenant, _ in self._cached), key=amounts.__getitem__)
+        self._forget(next(key for key in self._cached if key[0] == largest))
 
     def _forget(self, key: _Key) -> None:
-        if (found := self._found.pop(key, None)) is not None:
-            self._num_bytes[key[0]] -= _size(found)
+        if (entry := self._cached.pop(key, None)) is not None:
+            self._num_bytes[key[0]] -= _size(entry)
             self._num_bytes += Counter()  # Removes entries that are 0.
 
     def _drop(self, key: _Key) -> None:
@@ -292,8 +292,8 @@ class Grammars:
         self._held.pop(key, None)
 
 
-def _size(found: Grammar | _Refusal) -> int:
-    return len(found.constraint.text) if isinstance(found, Grammar) else 0
+def _size(entry: Grammar | _Refusal) -> int:
+    return len(entry.constraint.text) if isinstance(entry, Grammar) else 0
 
 
 def _grammar_text(constraint: Constraint) -> str:
@@ -329,15 +329,15 @@ def check_alternatives(schema: dict[str, Any], field: str) -> None:
     """*Alternatives* are entries of anyOf, oneOf or enum that may be an object or a list. Raises
     `BadRequest` if a schema has more than `ALTERNATIVES_MAX`, because masks would take too long."""
     try:
-        found = _Document(schema).num_alternatives
+        num_alternatives = _Document(schema).num_alternatives
     except RecursionError:
         raise BadRequest(field, "has too many nested references") from None
     most, weight = limits.ALTERNATIVES_MAX, limits.LIST_ALTERNATIVE
-    if found > most:
+    if num_alternatives > most:
         raise BadRequest(
             field,
             "has too many alternatives that are objects or lists: the sum over anyOf, oneOf and "
-            f"enum is {found:.0f}; allowed: {most}. An alternative that may be a list "
+            f"enum is {num_alternatives:.0f}; allowed: {most}. An alternative that may be a list "
             f"counts {weight}; if schemas are combined, as in allOf, their counts are multiplied",
         )
 
@@ -403,11 +403,11 @@ class _Document:
             return known
         # A recursive reference to this value counts as all alternatives of the schema.
         self._reached[id(value)] = self._all_listed
-        found = sum(map(self._reach, containers_in(value)))
+        num_alternatives = sum(map(self._reach, containers_in(value)))
         if isinstance(value, dict):
-            found += self._own(value) + self._reach_by(value.get("$ref"))
-        self._reached[id(value)] = found = min(found, _MANY)
-        return found
+            num_alternatives += self._own(value) + self._reach_by(value.get("$ref"))
+        self._reached[id(value)] = num_alternatives = min(num_alternatives, _MANY)
+        return num_alternatives
 
     def _reach_by(self, reference: Any) -> float:
         """`_reach` of the referenced part. A missing part counts as all alternatives."""
@@ -419,13 +419,13 @@ class _Document:
     def _target(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
-        found: Any = self._schema
+        value: Any = self._schema
         for step in reference.removeprefix("#").split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, dict) else None
-        return found
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
 
 def _list_at(schema: dict[str, Any], key: str) -> list[Any]:
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
+    value = schema.get(key)
+    return value if isinstance(value, list) else []

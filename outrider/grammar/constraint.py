@@ -170,7 +170,7 @@ def is_longer(value: Any, num_chars: int) -> bool:
         inner = [] if isinstance(part, str) else part
         if isinstance(part, dict):
             inner = [*part.keys(), *part.values()]
-        parts += [one for one in inner if type(one) in _SIZED]
+        parts += [item for item in inner if type(item) in _SIZED]
     return False
 
 

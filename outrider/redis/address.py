@@ -78,11 +78,11 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, dict[str, str
         raise SettingError("redis_password_file", "cannot be given if redis_url has a password")
     if "password=" in url.lower():
         raise SettingError("redis_url", "has a password among its options; use redis_password_file")
-    found = {
+    passwords = {
         "password": password or address.password,
         "sentinel_password": address.sentinel_password,
     }
-    secrets = {kind: secret for kind, secret in found.items() if secret}
+    secrets = {kind: secret for kind, secret in passwords.items() if secret}
     changes: dict[str, Any] = dict.fromkeys(secrets, "")
     changes |= {f"asks_for_{kind}": True for kind in secrets}
     return replace(address, url=url, username=username or address.username, **changes), secrets

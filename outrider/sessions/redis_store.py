@@ -132,30 +132,30 @@ class RedisStore(store.SessionStore):
 
     async def append(self, appends: Sequence[store.Append]) -> list[int | errors.OutriderError]:
         calls: list[Call] = []
-        for one in appends:
+        for append in appends:
             arguments = (
-                one.epoch,
-                one.owner,
+                append.epoch,
+                append.owner,
                 self.session_ttl_ms,
-                one.expected_length,
-                encode_tokens(one.token_ids),
-                one.logprobs,
-                int(one.more_follow),
-                *_progress(one),
+                append.expected_length,
+                encode_tokens(append.token_ids),
+                append.logprobs,
+                int(append.more_follow),
+                *_progress(append),
             )
-            calls.append((self._keys(one.session_id), arguments))
+            calls.append((self._keys(append.session_id), arguments))
         answers = await self._scripts.run_all(_APPEND, calls)
         return [
-            _outcome(one.session_id, one.epoch, answer)
-            for one, answer in zip(appends, answers, strict=True)
+            _outcome(append.session_id, append.epoch, answer)
+            for append, answer in zip(appends, answers, strict=True)
         ]
 
     async def renew(self, sessions: Sequence[store.SessionRecord]) -> None:
-        calls = [(self._keys(one.session_id), (self.session_ttl_ms,)) for one in sessions]
+        calls = [(self._keys(session.session_id), (self.session_ttl_ms,)) for session in sessions]
         for start in range(0, len(calls), limits.CALLS_PER_PIPELINE_MAX):
             some = calls[start : start + limits.CALLS_PER_PIPELINE_MAX]
             await self._scripts.run_all(_RENEW, some)
-        for text in {one.shared for one in sessions if one.shared is not None}:
+        for text in {session.shared for session in sessions if session.shared is not None}:
             await self._share(text)
 
     async def memory(self) -> store.StoreMemory:
@@ -166,9 +166,9 @@ class RedisStore(store.SessionStore):
 
     async def hold_lease(self, owner: str) -> Mapping[str, bool]:
         call = self._lease(owner), (self.lease_ms,)
-        wanted = {one.decode() for one in await self._scripts.run(_HOLD_LEASE, call)}
-        ids = sorted({one.removeprefix(_CANCEL) for one in wanted})
-        return {one: _CANCEL + one in wanted for one in ids}
+        wanted = {member.decode() for member in await self._scripts.run(_HOLD_LEASE, call)}
+        ids = sorted({member.removeprefix(_CANCEL) for member in wanted})
+        return {session_id: _CANCEL + session_id in wanted for session_id in ids}
 
     async def end_lease(self, owner: str) -> None:
         await self._scripts.run(_HOLD_LEASE, (self._lease(owner), (0,)))
@@ -233,8 +233,8 @@ class RedisStore(store.SessionStore):
 
     async def claim_key(self, key: str, value: str = "", replaces: str = "") -> str:
         call = (f"{self._key_prefix}key:{{{key}}}",), (value, replaces, self.key_ttl_ms)
-        found: bytes = await self._scripts.run(_CLAIM_KEY, call)
-        return found.decode()
+        stored: bytes = await self._scripts.run(_CLAIM_KEY, call)
+        return stored.decode()
 
     async def close(self) -> None:
         await self._scripts.close()
@@ -261,10 +261,10 @@ class RedisStore(store.SessionStore):
         self, script: Script, session_id: str, epoch: int, owner: str, *arguments: Field
     ) -> int:
         answer = await self._run(script, session_id, epoch, owner, *arguments)
-        found = _outcome(session_id, epoch, answer)
-        if isinstance(found, errors.OutriderError):
-            raise found
-        return found
+        outcome = _outcome(session_id, epoch, answer)
+        if isinstance(outcome, errors.OutriderError):
+            raise outcome
+        return outcome
 
     def _lease(self, owner: str) -> tuple[str, str]:
         key = f"{self._key_prefix}lease:{{{owner}}}"
@@ -282,7 +282,7 @@ class RedisStore(store.SessionStore):
         fields: dict[bytes, bytes] = dict(zip(pairs[::2], pairs[1::2], strict=True))
         lineage = [fields.get(b"epoch"), fields.get(b"owner"), fields.get(b"rewrite", b"")]
         key, *strings = self._keys(session_id)
-        found: list[bytes] = []
+        contents: list[bytes] = []
         for string, (first, past) in zip(strings, extents, strict=True):
             parts: list[bytes] = []
             for start in range(first, past, limits.RECORD_PART_BYTES):
@@ -294,16 +294,16 @@ class RedisStore(store.SessionStore):
                 if part[:-1] != lineage or len(part[-1]) != stop - start:
                     return None
                 parts.append(part[-1])
-            found.append(b"".join(parts))
+            contents.append(b"".join(parts))
         shared = None
         if digest := fields.get(b"shared", b"").decode():
             text = await self._scripts.run(_READ_SHARED, ((self._shared_key(digest),), ()))
             if not text:
                 raise errors.DataLoss(f"parameters of session {session_id} are not stored any more")
             shared = store.Shared(digest, text.decode())
-        tokens, logprobs = found
+        tokens, logprobs = contents
         decode = partial(decode_record, session_id, fields, tokens, logprobs, shared)
-        if sum(map(len, found)) <= limits.RECORD_INLINE_BYTES:
+        if sum(map(len, contents)) <= limits.RECORD_INLINE_BYTES:
             return decode()
         return await asyncio.to_thread(decode)
 

@@ -87,10 +87,10 @@ def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any
     messages become dictionaries of their fields, because protobuf would copy message objects."""
     for name, is_optional, encode in _encoders(kind, type(value)):  # type: ignore[arg-type]
         if name not in others:
-            found = getattr(value, name)
-            if found or (is_optional and found is not None):
+            content = getattr(value, name)
+            if content or (is_optional and content is not None):
                 try:
-                    others[name] = found if encode is None else encode(found)
+                    others[name] = content if encode is None else encode(content)
                 except BadRequest as error:
                     raise BadRequest(f"{name}.{error.field}", error.reason) from error
     return others
@@ -98,20 +98,20 @@ def fields_to_proto(value: Any, kind: type[Any], **others: Any) -> dict[str, Any
 
 def _find_unsendable(kind: Any, given: Mapping[str, Any], path: str = "") -> None:
     """Raises `BadRequest` for the first value that a message of class `kind` cannot hold."""
-    for name, found in given.items():
+    for name, content in given.items():
         field = kind.DESCRIPTOR.fields_by_name[name]
-        several = field.is_repeated and isinstance(found, list | tuple)
-        for index, one in enumerate(found if several else (found,)):
+        several = field.is_repeated and isinstance(content, list | tuple)
+        for index, item in enumerate(content if several else (content,)):
             place = f"{path}{name}[{index}]" if several else f"{path}{name}"
             try:
-                kind(**{name: [one] if several else one})
+                kind(**{name: [item] if several else item})
             except (TypeError, ValueError) as error:
                 reason = f"cannot be sent: {error}"
-                if field.cpp_type in _RANGES and isinstance(one, int):
+                if field.cpp_type in _RANGES and isinstance(item, int):
                     lowest, highest = _RANGES[field.cpp_type]
-                    reason = f"{one} is wrong; it must be from {lowest} to {highest}"
-                elif isinstance(one, dict) and not field.message_type.GetOptions().map_entry:
-                    _find_unsendable(GetMessageClass(field.message_type), one, f"{place}.")
+                    reason = f"{item} is wrong; it must be from {lowest} to {highest}"
+                elif isinstance(item, dict) and not field.message_type.GetOptions().map_entry:
+                    _find_unsendable(GetMessageClass(field.message_type), item, f"{place}.")
                 raise BadRequest(place, reason) from error
 
 
@@ -122,11 +122,11 @@ def from_proto(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
     `_LIMITS`, a missing value, an unknown enum member, or a value that the dataclass refuses."""
     decoders, unset, read_unset = _decoders(type(message), kind)  # type: ignore[arg-type]
     values, prefix = {**unset, **others}, f"{path}." if path else ""
-    for field, found in message.ListFields():
+    for field, content in message.ListFields():
         name = field.name
         if name in decoders and name not in others:
             decode = decoders[name]
-            values[name] = found if decode is None else decode(found, prefix + name)
+            values[name] = content if decode is None else decode(content, prefix + name)
     for name, decode in read_unset.items():
         if name not in values:
             values[name] = decode(0, prefix + name)
@@ -188,7 +188,7 @@ def _encoder(field: Any) -> Callable[[Any], Any] | None:
     else:
         own, _ = OWN_CODECS.get(field.message_type.name, (None, None))
         encode = own or partial(fields_to_proto, kind=GetMessageClass(field.message_type))
-    return (lambda values: [encode(one) for one in values]) if field.is_repeated else encode
+    return (lambda values: [encode(item) for item in values]) if field.is_repeated else encode
 
 
 def _decoder(field: Any, ours: Any) -> Decode | None:
@@ -201,11 +201,11 @@ def _decoder(field: Any, ours: Any) -> Decode | None:
         return decode
     has_length = field.is_repeated or field.cpp_type == field.CPPTYPE_STRING
 
-    def bounded(found: Any, path: str) -> Any:
-        what, size = ("length", len(found)) if has_length else ("value", found)
+    def bounded(content: Any, path: str) -> Any:
+        what, size = ("length", len(content)) if has_length else ("value", content)
         if not 0 <= size <= limit:
             raise BadRequest(path, f"{what} {size} is not in 0..{limit}")
-        return found if decode is None else decode(found, path)
+        return content if decode is None else decode(content, path)
 
     return bounded
 
@@ -215,13 +215,13 @@ def _missing(_: Any, path: str) -> Any:
 
 
 def _reader(field: Any, may_be_none: bool) -> Callable[..., Any] | None:
-    one: Callable[..., Any]
+    read: Callable[..., Any]
     if field.enum_type is not None:
-        one = _enum_reader(field, may_be_none)
+        read = _enum_reader(field, may_be_none)
     elif field.message_type is not None:
         name = field.message_type.name
         own = OWN_CODECS.get(name)
-        one = own[1] if own else lambda message, path: from_proto(message, VALUES[name], path)
+        read = own[1] if own else lambda message, path: from_proto(message, VALUES[name], path)
     elif not field.is_repeated:
         return None
     elif field.cpp_type == field.CPPTYPE_UINT32:
@@ -229,8 +229,8 @@ def _reader(field: Any, may_be_none: bool) -> Callable[..., Any] | None:
     else:
         return lambda values, path: tuple(values)
     if not field.is_repeated:
-        return one
-    return lambda values, path: tuple(one(value, path) for value in values)
+        return read
+    return lambda values, path: tuple(read(value, path) for value in values)
 
 
 def _enum_reader(field: Any, may_be_none: bool) -> Callable[..., Any]:
@@ -238,10 +238,10 @@ def _enum_reader(field: Any, may_be_none: bool) -> Callable[..., Any]:
     kind = _WORD_START.sub(" ", field.enum_type.name).lower()
 
     def read(number: int, path: str) -> Any:
-        found = members.get(number)
-        if found is None and (number or not may_be_none):
+        member = members.get(number)
+        if member is None and (number or not may_be_none):
             raise BadRequest(path, f"{number} is no {kind} ({', '.join(members.values())})")
-        return found
+        return member
 
     return read
 
@@ -328,9 +328,9 @@ def _logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
 
 def _logprobs_from_proto(message: types_pb2.PositionLogprobs, path: str) -> PositionLogprobs:
     token_ids = token_ids_from_wire(
-        [one.token_id for one in message.top], path, limits.LOGPROBS_MAX
+        [entry.token_id for entry in message.top], path, limits.LOGPROBS_MAX
     )
-    values = [one.logprob for one in message.top]
+    values = [entry.logprob for entry in message.top]
     for value in (message.logprob, *values):  # Minus infinity is valid, for an impossible token.
         if not value < math.inf:
             raise BadRequest(path, f"{value!r} is no log-probability")

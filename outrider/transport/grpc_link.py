@@ -90,8 +90,8 @@ class GrpcLink(Link):
             raise Unavailable(f"the link to {self._address} is closed")
         try:
             reply = await self._describe(request, timeout=timeout_s)
-            found = types_pb2.ReplicaDescription.FromString(reply)
-            return from_proto(found, ReplicaDescription)
+            description = types_pb2.ReplicaDescription.FromString(reply)
+            return from_proto(description, ReplicaDescription)
         except grpc.aio.AioRpcError as error:
             reason = status_to_error(error).message
             raise Unavailable(f"{self._address} does not describe itself: {reason}") from error

@@ -353,10 +353,10 @@ def check_port(host: str, port: int) -> None:
     address for a moment without SO_REUSEPORT, because two servers that both set this option share a
     port without an error. Ignores other reasons why binding fails."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
         return
-    for family, *_, address in found:
+    for family, *_, address in addresses:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 # Like the server, allows a port that has connections in TIME_WAIT.

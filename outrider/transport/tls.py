@@ -100,30 +100,30 @@ def days_left(path: Path, now: datetime.datetime) -> int:
 def read_certificates(path: Path) -> Sequence[x509.Certificate]:
     """Returns the certificates in a file. If there are none, raises `ConfigError`."""
     try:
-        found = x509.load_pem_x509_certificates(read_file(path))
+        certificates = x509.load_pem_x509_certificates(read_file(path))
     except ValueError:
-        found = []
-    if not found:
+        certificates = []
+    if not certificates:
         raise ConfigError(f"{path}: holds no certificate in PEM")
-    return found
+    return certificates
 
 
 def check_pair(certificate: Path, key: Path) -> None:
     """Raises `ConfigError` if `key` does not fit `certificate`, or `certificate` has expired."""
-    found = read_certificates(certificate)[0]
-    if _read_key(key).public_key() != found.public_key():
+    parsed = read_certificates(certificate)[0]
+    if _read_key(key).public_key() != parsed.public_key():
         raise ConfigError(f"{key}: is not the key of {certificate}")
-    end = found.not_valid_after_utc
+    end = parsed.not_valid_after_utc
     if end < datetime.datetime.now(datetime.UTC):
         raise ConfigError(f"{certificate}: expired {end:%Y-%m-%d %H:%M} UTC; make a new one")
 
 
 def check_authority(authority: Path, certificate: Path) -> None:
     """Raises `ConfigError` if no authority in the file `authority` has signed the certificate."""
-    found = read_certificates(certificate)[0]
-    for one in read_certificates(authority):
+    parsed = read_certificates(certificate)[0]
+    for signer in read_certificates(authority):
         with suppress(ValueError, TypeError, InvalidSignature):
-            found.verify_directly_issued_by(one)
+            parsed.verify_directly_issued_by(signer)
             return
     raise ConfigError(f"{certificate}: is not signed by an authority of {authority}")
 
@@ -131,12 +131,12 @@ def check_authority(authority: Path, certificate: Path) -> None:
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
     """Reads a private key. The text of a `ConfigError` never quotes the file."""
     try:
-        found = serialization.load_pem_private_key(read_file(path), password=None)
+        private_key = serialization.load_pem_private_key(read_file(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError(f"{path}: holds no unencrypted private key in PEM") from None
-    if not isinstance(found, (ec.EllipticCurvePrivateKey, rsa.RSAPrivateKey)):
+    if not isinstance(private_key, (ec.EllipticCurvePrivateKey, rsa.RSAPrivateKey)):
         raise ConfigError(f"{path}: holds a key that is neither RSA nor elliptic-curve")
-    return found
+    return private_key
 
 
 def _make(
@@ -227,10 +227,10 @@ def pinned_trust(server: Path, certificate: Path | None = None, key: Path | None
     """Like `caller_trust`, but accepts only a server with the certificate in the file `server`.
     Raises `ConfigError` if the certificate has neither a DNS name nor an IP address."""
     names: list[str] = []
-    for one in read_certificates(server)[0].extensions:
-        if isinstance(one.value, x509.SubjectAlternativeName):
-            names = one.value.get_values_for_type(x509.DNSName)
-            names += map(str, one.value.get_values_for_type(x509.IPAddress))
+    for extension in read_certificates(server)[0].extensions:
+        if isinstance(extension.value, x509.SubjectAlternativeName):
+            names = extension.value.get_values_for_type(x509.DNSName)
+            names += map(str, extension.value.get_values_for_type(x509.IPAddress))
     if not names:
         raise ConfigError(f"{server}: names no host; it needs a subject alternative name")
     # In a name with a wildcard, any first label is valid, so `outrider` replaces the wildcard.
@@ -256,9 +256,12 @@ def role_guard(*roles: Role) -> Guard:
     names = frozenset(name_of(role).encode() for role in roles)
 
     def check_role(method: str, context: Context) -> str:
-        found = context.auth_context().get("x509_subject_alternative_name", ())
-        if not names.intersection(found):
-            shown = ", ".join(name.decode(errors="replace") for name in found) or "no name"
+        names_in_certificate = context.auth_context().get("x509_subject_alternative_name", ())
+        if not names.intersection(names_in_certificate):
+            shown = (
+                ", ".join(name.decode(errors="replace") for name in names_in_certificate)
+                or "no name"
+            )
             raise PermissionDenied(f"{shown}: may not call {method}")
         return ""
 

@@ -52,7 +52,7 @@ class _Fields:
         if field is None:
             return
         if (kind := field.message_type) is not None:
-            if any(one.message_type is not None or one.is_repeated for one in kind.fields):
+            if any(inner.message_type is not None or inner.is_repeated for inner in kind.fields):
                 self.walk(kind, at, at + length)
         elif field.type not in _NOT_PACKED:
             self._num_bytes_left -= length

@@ -175,7 +175,7 @@ async def test_a_resumed_session_waits_for_a_target_that_is_being_started() -> N
         await asyncio.sleep(10 * GRACE_S)
         assert not more.done()
         targets.replicas["t"] = replica
-        targets._tell_found()
+        targets._notify()
         found = [await more, *await told(events)]
         assert len(tokens_of(broken.heard) + tokens_of(found)) == 30
 
@@ -189,7 +189,7 @@ async def test_a_session_waits_for_a_target_and_keeps_its_weights() -> None:
         await asyncio.sleep(1.0)
         assert not first.done()
         targets.replicas["t"] = replica
-        targets._tell_found()
+        targets._notify()
         broken = Broken([await first])
         await told(events)
         parameters = json.loads((await broken.record(made)).parameters)
