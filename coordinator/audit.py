@@ -15,7 +15,7 @@ from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import OutriderError, Unavailable
-from outrider.foundation.newest import Newest
+from outrider.foundation.bounded_dict import BoundedDict
 from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX
 from outrider.sessions.state import Session
 from outrider.telemetry.observer import AuditOutcome, Observation
@@ -23,7 +23,7 @@ from outrider.telemetry.observer import AuditOutcome, Observation
 _log = logging.getLogger(__name__)
 
 AUDIT_TIMEOUT_S = 60.0
-SEATS_LOOKS = 600
+SEATS_CHECKS = 600
 """If the targets are full in this many checks in a row, the audit is dropped."""
 SEATS_PERIOD_S = 0.1
 
@@ -35,7 +35,7 @@ class Auditor:
         self._share = config.audit_share if config.telemetry else 0.0
         self._sessions = sessions
         self._observation = observation
-        self._seeds: Newest[int, None] = Newest(AUDITED_SEEDS_MAX)
+        self._seeds: BoundedDict[int, None] = BoundedDict(AUDITED_SEEDS_MAX)
         """Seeds of chosen sessions. Sessions with the same seed use the same random numbers, so
         only the first of them is audited."""
         self._num_chosen = 0
@@ -84,7 +84,7 @@ class Auditor:
         self._observation.audit_ended(outcome)
 
     async def _outcome(self, session: Session, parameters: GenerationParameters) -> AuditOutcome:
-        for _ in range(SEATS_LOOKS):
+        for _ in range(SEATS_CHECKS):
             if not self._sessions.targets.is_full:
                 break
             await asyncio.sleep(SEATS_PERIOD_S)

@@ -19,7 +19,7 @@ from outrider.transport.request_codec import (
     resume_from_proto,
     session_to_proto,
 )
-from outrider.transport.server import Context, must_be_taken
+from outrider.transport.server import Context, set_write_deadline
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -117,7 +117,7 @@ class CoordinatorServicer:
 
 def _end_soon_after(deadline_ms: int) -> None:
     """Gives a client that reads slowly a little time after the deadline of its generation."""
-    must_be_taken(asyncio.get_running_loop().time() + deadline_ms / 1e3 + SLOW_CLIENT_S)
+    set_write_deadline(asyncio.get_running_loop().time() + deadline_ms / 1e3 + SLOW_CLIENT_S)
 
 
 def _traceparent(context: Context) -> str:

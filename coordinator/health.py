@@ -21,7 +21,7 @@ from outrider.telemetry.observer import Observation
 
 _log = logging.getLogger(__name__)
 
-LOOK_PERIOD_S = 1.0
+CHECK_PERIOD_S = 1.0
 TROUBLE_S = 3.0
 """`trouble` reports a target or store that has not answered for this time. Shorter pauses are
 normal, for example while a replica on the same cores loads a model."""
@@ -60,7 +60,12 @@ class Health:
 
     def start(self) -> None:
         """Starts to watch."""
-        watching = [self._targets.watch(), self._drafts.watch(), self._meter.watch(), self._look()]
+        watching = [
+            self._targets.watch(),
+            self._drafts.watch(),
+            self._meter.watch(),
+            self._check_periodically(),
+        ]
         if self._fleet.follows:
             watching.append(self._fleet.run())
         self._watching = [asyncio.create_task(watcher) for watcher in watching]
@@ -82,7 +87,7 @@ class Health:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
 
-    async def _look(self) -> None:
+    async def _check_periodically(self) -> None:
         now, failing_since = asyncio.get_running_loop().time, math.inf
         while True:
             began = now()  # Not after `_check`, which takes some seconds if nothing answers.
@@ -93,7 +98,7 @@ class Health:
                 trouble = str(error)
             failing_since = min(failing_since, began) if trouble else math.inf
             self._trouble = trouble if now() >= failing_since + TROUBLE_S else ""
-            await asyncio.sleep(LOOK_PERIOD_S)
+            await asyncio.sleep(CHECK_PERIOD_S)
 
     async def _check(self) -> str:
         """Returns why requests cannot make progress now; empty if they can."""

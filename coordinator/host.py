@@ -185,9 +185,7 @@ class CoordinatorHost:
         await asyncio.shield(self._stopping)
 
     async def _stop_servers(self) -> None:
-        stops = [
-            server.stop(self._grace_s) for server in (self.server, self.http) if server is not None
-        ]
+        stops = [one.stop(self._grace_s) for one in (self.server, self.http) if one is not None]
         for error in await asyncio.gather(*stops, return_exceptions=True):
             if error is not None:
                 raise error

@@ -28,7 +28,7 @@ from outrider.telemetry.observer import Observation, RequestObserver
 CANCEL_ELSEWHERE_S = 2 * SESSION_LEASE_MS / 1e3
 """Time limit for cancelling a session of another coordinator. The lease of a dead owner runs out
 within this time."""
-CANCEL_LOOK_S = SESSION_LEASE_RENEWAL_MS / 2e3
+CANCEL_CHECK_S = SESSION_LEASE_RENEWAL_MS / 2e3
 """Pause between two checks of whether the owner has ended the session."""
 KEY_TRIES = 3
 """Attempts to serve a request with an idempotency key. An attempt fails if the key's session has
@@ -207,7 +207,7 @@ class Streams:
             except errors.Unavailable as error:
                 if isinstance(error, errors.StoreUnavailable) or loop.time() >= until:
                     raise
-            await asyncio.sleep(CANCEL_LOOK_S)
+            await asyncio.sleep(CANCEL_CHECK_S)
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
         """Returns the stored record of a session. Raises `NotFound` if the session does not exist,

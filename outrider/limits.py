@@ -121,7 +121,7 @@ DRAFT_SUPPORT_ENTRIES_MAX = 4096  # tokens that a distribution q in a message ma
 RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may run without another request
 STREAM_INTERVAL_MS = 40  # between messages in plain decoding, by default (`--stream-interval-ms`)
 LOOP_LAG_MS_MAX = 500  # a longer delay of a coordinator's event loop counts as overload
-LOOP_LAG_LOOKS = 4  # requests are refused after this many overloads in a row; checked every 0.25 s
+LOOP_LAG_CHECKS = 4  # requests are refused after this many overloads in a row; checked every 0.25 s
 MAILBOX_REPLIES_MAX = 64  # replies of one replica that may wait for one session
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
@@ -245,7 +245,7 @@ SOCKET_PATH_BYTES_MAX = 100  # Linux accepts up to 107
 API_KEY_CHARS_MIN = 16
 API_KEY_CHARS_MAX = 512
 FILE_BYTES_MAX = 2**20  # of a file of settings, keys or certificates
-KEY_FILE_LOOK_MS = 1_000  # between checks of key and certificate files
+KEY_FILE_CHECK_MS = 1_000  # between checks of key and certificate files
 REQUESTS_PER_MINUTE_MAX = 1_000_000
 KEY_CONCURRENCY_MAX = SESSIONS_PER_COORDINATOR_MAX
 SLOT_LEASE_MS = 5_000  # how long requests of a dead coordinator count towards their key's limit

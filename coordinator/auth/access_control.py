@@ -85,7 +85,7 @@ class Grant:
     ) -> None:
         self._access, self._caller, self._held = access, caller, list(names)
         self._num_running = len(names)
-        self._not_begun = set(resumes)
+        self._may_run_elsewhere = set(resumes)
         """Sessions that may still run at another coordinator, which then uses their slots."""
 
     async def note(self, event: Event, index: int = 0) -> None:
@@ -96,14 +96,14 @@ class Grant:
             if self._num_running <= 0 and (freed := self.drop()):
                 await freed
         elif isinstance(event, Started) and self._held:
-            self._not_begun.discard(event.session_id)
+            self._may_run_elsewhere.discard(event.session_id)
             old, self._held[index] = self._held[index], event.session_id
             if old != event.session_id:
                 self._access.exchange(self._caller, [old], [event.session_id])
 
-    def lend_nothing(self) -> None:
+    def keep_none(self) -> None:
         """Must be called if no session of the request runs at another coordinator."""
-        self._not_begun.clear()
+        self._may_run_elsewhere.clear()
 
     def drop(self) -> asyncio.Task[None] | None:
         """Frees the slots in the background, but not the slot of a session whose resumption has
@@ -111,7 +111,7 @@ class Grant:
         names, self._held = self._held, []
         if not names:
             return None
-        return self._access.exchange(self._caller, names, lent=self._not_begun)
+        return self._access.exchange(self._caller, names, kept=self._may_run_elsewhere)
 
 
 class AccessControl:
@@ -134,16 +134,16 @@ class AccessControl:
     def asks_for_keys(self) -> bool:
         return self._keys is not None
 
-    def identify(self, shown: Sequence[str]) -> Caller:
-        """Returns the caller of a request. `shown` has all values of its header `authorization`. If
-        API keys are configured, `shown` must be [`Bearer KEY`]. Raises `Unauthenticated`."""
-        if len(shown) > 1:
-            raise Unauthenticated(f"authorization: got {len(shown)} values; send one")
+    def identify(self, authorization: Sequence[str]) -> Caller:
+        """Returns the caller of a request. `authorization` has all values of this header. If API
+        keys are configured, it must be [`Bearer KEY`]. Raises `Unauthenticated`."""
+        if len(authorization) > 1:
+            raise Unauthenticated(f"authorization: got {len(authorization)} values; send one")
         if self._keys is None:
             return ANYBODY
-        if not shown:
+        if not authorization:
             raise Unauthenticated("authorization: is missing; send `Bearer` and an API key")
-        scheme, _, key = shown[0].strip().partition(" ")
+        scheme, _, key = authorization[0].strip().partition(" ")
         if scheme.lower() != "bearer":
             raise Unauthenticated("authorization: is not `Bearer`; send `Bearer` and an API key")
         key = key.strip()
@@ -198,11 +198,11 @@ class AccessControl:
         self, store: RedisSlots, caller: Caller, names: Sequence[str], depth: int
     ) -> None:
         """Calls `RedisSlots.take`, and remembers an empty bucket."""
-        asked = asyncio.get_running_loop().time()
+        asked_at = asyncio.get_running_loop().time()
         try:
             await store.take(caller, names, depth)
         except RateExceeded as error:
-            self._empty_until[caller, depth] = asked + error.retry_after_ms / 1e3
+            self._empty_until[caller, depth] = asked_at + error.retry_after_ms / 1e3
             raise
 
     @asynccontextmanager
@@ -237,7 +237,7 @@ class AccessControl:
         try:
             yield grant
         except NotFound:  # The session runs nowhere.
-            grant.lend_nothing()
+            grant.keep_none()
             raise
         finally:
             grant.drop()
@@ -247,10 +247,10 @@ class AccessControl:
         caller: Caller,
         old: Collection[str],
         new: Collection[str] = (),
-        lent: Collection[str] = (),
+        kept: Collection[str] = (),
     ) -> asyncio.Task[None]:
         """Gives up `old` slots, and holds `new` slots. Frees the `old` slots that no other stream
-        uses, except those in `lent`. The returned task updates Redis."""
+        uses, except those in `kept`. The returned task updates Redis."""
         held = self._held[caller.name]
         held.subtract(old)
         freed = [name for name in old if held[name] <= 0]
@@ -259,7 +259,7 @@ class AccessControl:
         self._hold(caller, new)
         if not held:
             del self._held[caller.name]
-        return self._in_background(caller, [name for name in freed if name not in lent])
+        return self._in_background(caller, [name for name in freed if name not in kept])
 
     async def close(self) -> None:
         """Frees all slots, and closes the connections to Redis."""
@@ -269,12 +269,12 @@ class AccessControl:
         freed = dict(self._held)
         self._held.clear()
         await asyncio.gather(*self._work, return_exceptions=True)
-        await self._tell(freed)
+        await self._update_store(freed)
         if self._store is not None:
             await self._store.close()
 
     def _in_background(self, caller: Caller, freed: Collection[str]) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._tell({caller.name: freed}))
+        task = asyncio.create_task(self._update_store({caller.name: freed}))
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
@@ -288,19 +288,19 @@ class AccessControl:
     async def _renew(self) -> None:
         while self._held:
             await asyncio.sleep(limits.SLOT_RENEWAL_MS / 1e3)
-            await self._tell(dict.fromkeys(self._held, ()))
+            await self._update_store(dict.fromkeys(self._held, ()))
 
-    async def _tell(self, freed: Mapping[str, Collection[str]]) -> None:
+    async def _update_store(self, freed: Mapping[str, Collection[str]]) -> None:
         """For each caller in `freed` (name -> slots), renews all held slots, and frees the given
         slots unless a stream holds them again."""
         if self._store is None:
             return
-        told = {}
+        updates = {}
         for name, slots in freed.items():
             held = [*self._held.get(name, ())]
-            told[name] = held, [slot for slot in slots if slot not in held]
+            updates[name] = held, [slot for slot in slots if slot not in held]
         try:
-            await self._store.keep(told)
+            await self._store.update(updates)
         except OutriderError as error:  # The slots become free when their leases end.
             _log.info("the slots of callers were not renewed or freed: %s", error)
 
@@ -342,7 +342,7 @@ class RedisSlots:
                     "concurrency",
                 )
 
-    async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
+    async def update(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
         """Renews and frees slots. `slots`: caller's name -> (slots to renew, slots to free)."""
         calls: list[Call] = []
         for name, (held, free) in slots.items():

@@ -6,10 +6,10 @@ import time
 from coordinator.routing.drafts import Drafted
 from outrider.errors import Overloaded
 from outrider.foundation.decayed_average import DecayedSums
-from outrider.limits import LOOP_LAG_LOOKS, LOOP_LAG_MS_MAX
+from outrider.limits import LOOP_LAG_CHECKS, LOOP_LAG_MS_MAX
 from outrider.registry.registry import WINDOW_S, Figures
 
-_LOOK_PERIOD_S = 0.25
+_CHECK_PERIOD_S = 0.25
 _LAG_S_MAX = 1.0
 """Longer delays count as this delay. Otherwise one long pause would dominate the mean."""
 _WAITED = 1.0
@@ -46,8 +46,8 @@ class LoadMeter:
     async def watch(self) -> None:
         """Measures the event loop and the process, until this call is cancelled."""
         while True:
-            due, cpu_s = self._clock() + _LOOK_PERIOD_S, time.process_time()
-            await asyncio.sleep(_LOOK_PERIOD_S)
+            due, cpu_s = self._clock() + _CHECK_PERIOD_S, time.process_time()
+            await asyncio.sleep(_CHECK_PERIOD_S)
             now = self._clock()
             lag_s, cpu_s = now - due, time.process_time() - cpu_s
             self._sums.add(now, {"looks": 1, "lag_s": min(lag_s, _LAG_S_MAX), "cpu_s": cpu_s})
@@ -67,8 +67,8 @@ class LoadMeter:
         )
 
     def check(self) -> None:
-        """Raises `Overloaded` if the newest `LOOP_LAG_LOOKS` delays are above `LOOP_LAG_MS_MAX`."""
-        if self._num_late >= LOOP_LAG_LOOKS:
+        """Raises `Overloaded` if the last `LOOP_LAG_CHECKS` delays are above `LOOP_LAG_MS_MAX`."""
+        if self._num_late >= LOOP_LAG_CHECKS:
             raise Overloaded(
                 f"this coordinator is overloaded: its event loop is {self.lag_ms:.0f} ms late; try "
                 "again later",

@@ -16,8 +16,8 @@ from typing import Any
 
 from outrider import limits
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
-from outrider.foundation.fair_turns import FairQueue, Waiting, WaitingRoom
-from outrider.foundation.newest import Newest
+from outrider.foundation.bounded_dict import BoundedDict
+from outrider.foundation.fair_turns import FairQueue, WaitingLimits, WaitingWork
 from outrider.foundation.shared_calls import SharedCalls
 from outrider.grammar.constraint import Constraint
 
@@ -47,16 +47,16 @@ class ConstraintChecks:
             return _line({"tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
 
         self._compilers = [_Compiler(first_line) for _ in range(limits.COMPILE_THREADS)]
-        self._reasons: Newest[_Key, str] = Newest(limits.CHECKED_CONSTRAINTS_MAX)
+        self._reasons: BoundedDict[_Key, str] = BoundedDict(limits.CHECKED_CONSTRAINTS_MAX)
         """(tenant, digest of a constraint) -> why it is refused; empty = it can be compiled."""
         self._running: SharedCalls[_Key, None] = SharedCalls()
-        allowed = Waiting(
+        allowed = WaitingLimits(
             limits.COMPILATIONS_PER_TENANT_MAX,
             limits.COMPILATIONS_MAX,
             "constraints await compilation",
             "compilations",
         )
-        self._turns = FairQueue(self._compilers, WaitingRoom(allowed))
+        self._turns = FairQueue(self._compilers, WaitingWork(allowed))
 
     async def check(self, constraint: Constraint, tenant: str) -> None:
         key = tenant, constraint.digest()
@@ -81,10 +81,10 @@ class ConstraintChecks:
             await compiler.close()
 
     async def _compile(self, key: _Key, constraint: Constraint) -> None:
-        compiler = await self._turns.take(key[0])
+        compiler = await self._turns.acquire(key[0])
         # If all requests stop waiting, the compilation continues, and its result is kept.
         judging = asyncio.create_task(self._judge(compiler, key, constraint))
-        judging.add_done_callback(lambda _: self._turns.give_back(compiler))
+        judging.add_done_callback(lambda _: self._turns.release(compiler))
         await asyncio.shield(judging)
 
     async def _judge(self, compiler: "_Compiler", key: _Key, constraint: Constraint) -> None:

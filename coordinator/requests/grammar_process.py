@@ -27,21 +27,21 @@ def main() -> None:
     output = os.dup(1)
     os.dup2(2, 1)  # Otherwise the coordinator could read a library's output as an answer.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    first, trouble = json.loads(sys.stdin.readline()), ""
+    first, load_error = json.loads(sys.stdin.readline()), ""
     try:
         tokenizer = GrammarTokenizer(first["tokenizer"], tuple(first["eos_token_ids"]))
     except ConfigError as error:
-        trouble = error.message
+        load_error = error.message
     with suppress(FileNotFoundError), open("/proc/self/statm", "rb") as file:  # Linux only.
         # One limit serves all constraints, because each reuses the memory of earlier constraints.
         size = int(file.read().split()[0]) * resource.getpagesize() + COMPILE_BYTES_MAX
         resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
     for line in sys.stdin:
-        asked, answer = json.loads(line), trouble
-        if not trouble:
+        request, answer = json.loads(line), load_error
+        if not load_error:
             limit(COMPILE_S_MAX, COMPILE_WAIT_S_MAX)
             try:
-                tokenizer.compile(Constraint(ConstraintKind(asked["kind"]), asked["text"]))
+                tokenizer.compile(Constraint(ConstraintKind(request["kind"]), request["text"]))
             except BadRequest as error:
                 answer = error.reason
             except MemoryError:

@@ -17,7 +17,7 @@ from outrider import limits
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import BadRequest, DataLoss
 from outrider.foundation.bounds import check_bounds
-from outrider.foundation.fair_turns import TwoLanes, Waiting
+from outrider.foundation.fair_turns import TwoLanes, WaitingLimits
 from outrider.foundation.shared_calls import SharedCalls
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.messages import ReplicaDescription
@@ -210,7 +210,7 @@ class PromptEncoder:
     def __init__(self, text: TokenizerText | None) -> None:
         """If `text` is None, the model has no tokenizer, so prompts must be token ids."""
         self._text = text
-        allowed = Waiting(
+        allowed = WaitingLimits(
             limits.PROMPT_BYTES_PER_TENANT_MAX,
             limits.PROMPT_BYTES_MAX,
             "bytes of prompts await tokenizing",

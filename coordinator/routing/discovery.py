@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import Incompatible, OutriderError
-from outrider.foundation.newest import Newest
+from outrider.foundation.bounded_dict import BoundedDict
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import (
@@ -83,12 +83,12 @@ class Discovery:
         """Role -> number of replicas that should run, from the registry."""
         self.present: dict[Role, int] = {}
         """Role -> number of replicas in the registry that are neither leaving nor on trial."""
-        self._heard_at: float | None = None
-        self._heard: Newest[str, tuple[float, str]] = Newest(NAMES_KEPT)
+        self._read_at: float | None = None
+        self._last_listed: BoundedDict[str, tuple[float, str]] = BoundedDict(NAMES_KEPT)
         """Replica name -> (time until which its absence from the registry raises no doubt, the
         address with which the registry last listed it)."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._not_before: Newest[str, float] = Newest(NAMES_KEPT)
+        self._not_before: BoundedDict[str, float] = BoundedDict(NAMES_KEPT)
         """Name of a replica that could not join -> earliest time of the next attempt."""
         self._refused: dict[str, OutriderError] = {}
         """Role -> error of the last replica that could not join."""
@@ -107,30 +107,30 @@ class Discovery:
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
         while not self._pools["target"].replicas and loop.time() < until:
-            await self._look_and_add()
+            await self._refresh_and_add()
             if not self._pools["target"].replicas:
                 await asyncio.sleep(READ_PERIOD_S)
-        await self._look_and_add()
+        await self._refresh_and_add()
         for role, pool in self._pools.items():
             error = self._refused.get(role)
             if isinstance(error, Incompatible) and not pool.replicas:
                 raise error
 
-    async def _look_and_add(self) -> None:
-        await self.look()
+    async def _refresh_and_add(self) -> None:
+        await self.refresh()
         await asyncio.gather(*self._tasks.values())
 
     async def run(self) -> None:
-        """Calls `look` every `READ_PERIOD_S`."""
+        """Calls `refresh` every `READ_PERIOD_S`."""
         try:
             while True:
-                await self.look()
+                await self.refresh()
                 await asyncio.sleep(READ_PERIOD_S)
         finally:
             for task in self._tasks.values():
                 task.cancel()
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Reads the registry once, and updates the pools."""
         try:
             records = await self._registry.fleet()
@@ -143,15 +143,17 @@ class Discovery:
         else:
             for role, pool in self._pools.items():
                 pool.starts = starts.get(role, Starts(role))
-            self.hear(records)
+            self.update(records)
 
-    def hear(self, by_role: Mapping[Role, Sequence[ReplicaRecord]]) -> None:
+    def update(self, by_role: Mapping[Role, Sequence[ReplicaRecord]]) -> None:
         """Updates the pools from all current records of the registry."""
-        self._heard_at = now = asyncio.get_running_loop().time()
+        self._read_at = now = asyncio.get_running_loop().time()
         if self._away:
             # Replicas could not announce themselves until now.
             trusted = now + LEASE_S
-            self._heard.update({name: (trusted, entry[1]) for name, entry in self._heard.items()})
+            self._last_listed.update(
+                {name: (trusted, entry[1]) for name, entry in self._last_listed.items()}
+            )
         self._away = False
         for role, records in by_role.items():
             self._records[role] = {record.name: record for record in records}
@@ -163,7 +165,7 @@ class Discovery:
 
     def _follow(self, pool: ReplicaPool, records: Sequence[ReplicaRecord], now: float) -> None:
         for record in records:
-            self._heard[record.name] = now, record.address
+            self._last_listed[record.name] = now, record.address
             is_known = record.name in pool.replicas
             if record.leaving and (is_known or (record.weights and pool.newest(record.weights))):
                 pool.retire(record.name)
@@ -178,9 +180,9 @@ class Discovery:
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}
         for name in pool.replicas:
-            trusted, address = self._heard.setdefault(name, (now + LEASE_S, ""))
+            trusted, address = self._last_listed.setdefault(name, (now + LEASE_S, ""))
             if now > trusted:
-                self._begin(name, self._doubt(pool, name, address in taken))
+                self._begin(name, self._check_unlisted(pool, name, address in taken))
 
     def _begin(self, name: str, work: Any) -> None:
         if name in self._tasks:
@@ -189,7 +191,7 @@ class Discovery:
         self._tasks[name] = asyncio.create_task(work)
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
-    async def _doubt(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
+    async def _check_unlisted(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
         """Removes a replica that the registry no longer lists, unless the replica answers. If
         `is_replaced`, does not ask, because another replica has its address and would answer."""
         replica = pool.replicas.get(name)
@@ -197,7 +199,7 @@ class Discovery:
             return
         if not (is_replaced or replica.away) and await replica.answers():
             trusted = asyncio.get_running_loop().time() + LEASE_S
-            self._heard[name] = trusted, self._heard[name][1]
+            self._last_listed[name] = trusted, self._last_listed[name][1]
         else:
             _log.warning("the %s %s is removed: the registry no longer lists it", pool.role, name)
             await pool.leave(name)
@@ -217,9 +219,9 @@ class Discovery:
     @property
     def heard_ms_ago(self) -> float | None:
         """Time since the newest successful read of the registry; None before the first read."""
-        if self._heard_at is None:
+        if self._read_at is None:
             return None
-        return (asyncio.get_running_loop().time() - self._heard_at) * 1e3
+        return (asyncio.get_running_loop().time() - self._read_at) * 1e3
 
     @property
     def peers(self) -> list[ReplicaRecord]:

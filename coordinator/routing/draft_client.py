@@ -280,7 +280,7 @@ class DraftClient(_ModelDrafts):
     async def _ask(self, number: int, length: RoundLength, start: float) -> ProposalReply | None:
         """Asks the replica. Returns its reply, or None in the cases that `_by_replica` lists."""
         self._is_behind = self._lacks_features
-        if not self._route.heard:
+        if not self._route.is_responsive:
             self._probe(number, length)
             return None
         num_wanted = length.num_draft_tokens
@@ -320,7 +320,7 @@ class DraftClient(_ModelDrafts):
 
     def next_wanted(self, length: RoundLength) -> NextWanted:
         needs_features = self._reads_features and length.is_timed
-        if not needs_features or not self._route.heard or length.next_max == 0:
+        if not needs_features or not self._route.is_responsive or length.next_max == 0:
             return NOTHING_WANTED
         if self._brought is not None and self._route.awaited is not None:
             return NOTHING_WANTED  # The hidden states in `_brought` must be sent first.
@@ -352,7 +352,7 @@ class DraftClient(_ModelDrafts):
         event loop, so that the message to the target is sent first."""
 
         def tell() -> None:
-            if self._route.heard:
+            if self._route.is_responsive:
                 self._try_send(number, num_draft_tokens, proposal.token_ids)
 
         loop = asyncio.get_running_loop()
@@ -397,7 +397,7 @@ class DraftClient(_ModelDrafts):
         """Sends `_brought` to the draft, unless a feed of the last `RETRY_S` is unanswered."""
         held, reach, now = self._route.cached_length, self._reach, self._clock()
         is_waiting = self._route.awaited is not None and now < self._ask_again_at
-        if not self._route.heard or is_waiting or reach <= held:
+        if not self._route.is_responsive or is_waiting or reach <= held:
             return
         if self._try_send(number, 0, ()):
             self._route.awaited, self._ask_again_at = number, now + RETRY_S
@@ -419,21 +419,21 @@ class DraftClient(_ModelDrafts):
         is_vain = self._route.cached_length <= self._held_before
         self._num_vain = self._num_vain + 1 if is_vain else 0
         if self._num_vain == _VAIN_FEEDS_MAX:
-            self._num_vain, self._route.heard = 0, False
+            self._num_vain, self._route.is_responsive = 0, False
             self._ask_again_at = self._clock() + RETRY_S
 
     def _lose(self, error: Exception) -> None:
         _log.debug("the draft failed, and the round continues without it: %r", error)
         if isinstance(error, errors.Unavailable) and not isinstance(error, errors.LinkLost):
-            self._route.give_up()
-        self._route.heard = False
+            self._route.mark_away()
+        self._route.is_responsive = False
         if isinstance(error, errors.Unavailable):
             self._move()
         self._ask_again_at = self._clock() + RETRY_S
 
     def _move(self) -> None:
         if self._route.move():
-            self._route.heard = True
+            self._route.is_responsive = True
             self._brought = None  # The new draft may need other hidden states.
 
     def _probe(self, number: int, length: RoundLength) -> None:

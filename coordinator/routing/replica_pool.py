@@ -41,7 +41,7 @@ DESCRIBE_TIMEOUT_S, PROBE_TIMEOUT_S, ALIVE_TIMEOUT_S = 10.0, 2.0, 1.0
 is asked whether it still lives. Sessions wait for the last answer."""
 PROBE_PERIOD_S = 0.1
 """Pause between two probes of replicas that could not be reached."""
-ABSENCE_LOOK_S = 1.0
+ABSENCE_CHECK_S = 1.0
 """Pause between two looks whether a request still waits for a first replica."""
 
 LOAD_SLACK = 0.25
@@ -239,7 +239,7 @@ class ReplicaPool:
         absence = Absence(self, config)
         while (description := self.newest()) is None:
             absence.check(f"no {self.role} is known")
-            await self.change(ABSENCE_LOOK_S)
+            await self.change(ABSENCE_CHECK_S)
         return description
 
     async def healthy(self) -> bool:
@@ -359,7 +359,7 @@ class SessionRoute(Generic[Item, Answer]):
         is_target = pool.role == "target"
         held = session.target if is_target else session.draft
         self.context = context
-        self.heard = True
+        self.is_responsive = True
         """Whether the replica answers. `DraftClient` sets this to False after a message without an
         answer. The next answer sets it to True."""
         self.was_lost = False
@@ -483,7 +483,7 @@ class SessionRoute(Generic[Item, Answer]):
                 raise TimeoutError
             if self._timer is None or self._timer.when() > self._due:
                 self._stop_timer()
-                self._timer = self._loop.call_at(self._due, self._look_at_clock)
+                self._timer = self._loop.call_at(self._due, self._on_timer)
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
@@ -496,7 +496,7 @@ class SessionRoute(Generic[Item, Answer]):
             self._timer.cancel()
             self._timer = None
 
-    def _look_at_clock(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._wake()
 
@@ -507,7 +507,7 @@ class SessionRoute(Generic[Item, Answer]):
         key = answer.key
         if key.epoch != self.context.session.epoch:
             return False
-        self.heard = True
+        self.is_responsive = True
         if isinstance(answer, ProposalReply) and answer.assumed:
             if self.on_pushed is not None:
                 self.on_pushed(answer)
@@ -544,7 +544,7 @@ class SessionRoute(Generic[Item, Answer]):
         self.cached_length = answer.cached_length if known else 0
         self.context.observer.count("resyncs", self._pool.role)
 
-    def give_up(self) -> None:
+    def mark_away(self) -> None:
         """Marks the replica as away, until it describes itself again."""
         if self._replica is not None:
             self._replica.miss()

@@ -183,7 +183,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             # The coordinator has validated the user's request, so the refusal shows a bug.
             raise InvariantError(f"the target refuses a message: {error.message}")
         if isinstance(error, Unavailable):
-            self.give_up()
+            self.mark_away()
             if self.move():
                 return
         elif isinstance(error, Overloaded):

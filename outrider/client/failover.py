@@ -33,7 +33,7 @@ RESUME_TIMEOUT_S = 15.0
 """Default time for resuming a broken stream, or for repeating a request that no coordinator can
 serve now. Another coordinator can take over within this time. If there is no target, requests wait
 at their coordinators, which this time does not limit."""
-LOOK_S = 0.5
+REREAD_PERIOD_S = 0.5
 """Shortest time between two calls of the function that names the coordinators."""
 GONE_MAX = 16
 """Largest number of endpoints kept for running calls after `server` has stopped naming them."""
@@ -124,12 +124,12 @@ class EndpointPool(Generic[Endpoint]):
         return each[(each.index(tried) + 1) % len(each)]
 
     def renew(self) -> list[Endpoint]:
-        """Calls the function `server` again, at most once in `LOOK_S`. If this function returns an
-        empty text or fails, the named coordinators stay the same. Returns the endpoints that the
-        pool no longer keeps, which the caller must close."""
+        """Calls the function `server` again, at most once in `REREAD_PERIOD_S`. If this function
+        returns an empty text or fails, the named coordinators stay the same. Returns the endpoints
+        that the pool no longer keeps, which the caller must close."""
         with self._changing:
             now = self.clock()
-            if self._name is None or now - self._read_at < LOOK_S:
+            if self._name is None or now - self._read_at < REREAD_PERIOD_S:
                 return []
             self._read_at = now
             try:

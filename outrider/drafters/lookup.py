@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.foundation.newest import Newest
+from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.speculation.proposal import Proposal
@@ -42,7 +42,7 @@ class LookupDrafter:
     def __init__(self, begin: Callable[[DraftRequest], Any]) -> None:
         """`begin` makes an empty text for a request's session."""
         self._begin = begin
-        self._texts: Newest[str, Any] = Newest(SEQUENCES_PER_REPLICA_MAX)
+        self._texts: BoundedDict[str, Any] = BoundedDict(SEQUENCES_PER_REPLICA_MAX)
 
     def guess(self, request: DraftRequest) -> Guess:
         """Returns a guess. The session's grammar may forbid the guessed tokens."""

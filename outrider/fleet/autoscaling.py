@@ -32,7 +32,7 @@ from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, ReplicaRecord, Role
 
 _log = logging.getLogger(__name__)
-LOOK_PERIOD_S = 1.0
+AUTOSCALING_PERIOD_S = 1.0
 GROWTH_MAX = 2
 SESSIONS, BUSY, LAG_MS = 1024, 0.8, 100.0
 COOLDOWN_S = 15.0
@@ -56,7 +56,7 @@ class Autoscaler:
         """Role -> number of replicas that was too few -> when, and the total of their busy shares.
         """
 
-    async def look(self) -> None:
+    async def adjust(self) -> None:
         if not self.config.bounds:
             return
         wanted = await self._registry.wanted()

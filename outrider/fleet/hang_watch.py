@@ -24,7 +24,7 @@ from outrider.registry.registry import LEASE_S, Role
 from .ray_cluster import Actor, repeated
 
 _log = logging.getLogger(__name__)
-HANG_LOOK_S = 0.25
+HANG_CHECK_S = 0.25
 """Pause between two reads of the registry."""
 ANSWER_S = 1.0
 """Time limit of each call."""
@@ -62,14 +62,14 @@ class HangWatch:
         """By name, the replicas that are being asked whether they hang."""
 
     async def run(self) -> None:
-        """Calls `look` every `HANG_LOOK_S`."""
+        """Calls `check` every `HANG_CHECK_S`."""
         try:
-            await repeated(self.look, HANG_LOOK_S, "hung replicas are not noticed")
+            await repeated(self.check, HANG_CHECK_S, "hung replicas are not noticed")
         finally:
             for task in self._asking.values():
                 task.cancel()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Reads the registry once, and begins to ask each replica without a lease."""
         watched = self._replicas()
         try:

@@ -41,7 +41,7 @@ from .spec import FleetSpec, plan_fleet
 
 _log = logging.getLogger(__name__)
 FOLLOW_PERIOD_S = 0.5
-REDIS_LOOK_PERIOD_S = 0.25
+REDIS_CHECK_PERIOD_S = 0.25
 CLOSE_AWAY_S = 2.0
 """If the reconciler (`reconciler.py`) is gone for this time, a stop kills the replicas."""
 
@@ -166,7 +166,7 @@ class Deployment:
         if self.redis is not None:
             watch = partial(_watch, self.redis)
             following.append(
-                repeated(watch, REDIS_LOOK_PERIOD_S, "the embedded Redis did not start")
+                repeated(watch, REDIS_CHECK_PERIOD_S, "the embedded Redis did not start")
             )
         self._following = [asyncio.create_task(work) for work in following]
 

@@ -358,24 +358,24 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-async def repeated(work: Callable[[], Awaitable[object]], period_s: float, trouble: str) -> None:
-    """Calls `work` for ever, with pauses of `period_s`. Logs `trouble` with each error."""
+async def repeated(work: Callable[[], Awaitable[object]], period_s: float, message: str) -> None:
+    """Calls `work` for ever, with pauses of `period_s`. Logs `message` with each error."""
     while True:
         try:
             await work()
         except Exception as error:  # noqa: BLE001 (the next call may succeed)
             known = isinstance(error, OutriderError)
-            _log.warning("%s: %s", trouble, error, exc_info=not known)
+            _log.warning("%s: %s", message, error, exc_info=not known)
         await asyncio.sleep(period_s)
 
 
-async def retried(trouble: str, work: Callable[[], Awaitable[T]]) -> T:
-    """Repeats `work` after each `OutriderError` or `ValueError`. Logs `trouble` with the error."""
+async def retried(message: str, work: Callable[[], Awaitable[T]]) -> T:
+    """Repeats `work` after each `OutriderError` or `ValueError`. Logs `message` with the error."""
     while True:
         try:
             return await work()
         except (OutriderError, ValueError) as error:
-            _log.warning("%s yet: %s", trouble, error)
+            _log.warning("%s yet: %s", message, error)
             await asyncio.sleep(RETRY_PERIOD_S)
 
 

@@ -43,7 +43,7 @@ from outrider.registry.registry import Role
 from outrider.replica.logs import log_at, log_to
 from outrider.replica.place import PlacedActor
 
-from .autoscaling import LOOK_PERIOD_S, Autoscaler
+from .autoscaling import AUTOSCALING_PERIOD_S, Autoscaler
 from .local_state import DeploymentLocation, namespace_of
 from .preflight import check_same_tokens, listeners, resolve_models
 from .ray_cluster import (
@@ -117,7 +117,7 @@ AWAY_S = 60.0
 RETRY_PERIOD_S = 0.5
 NEWS_S = 10.0
 NEWS_PERIOD_S = 0.5
-TRIAL_LOOK_S = 2.0
+TRIAL_CHECK_S = 2.0
 TRIAL_CALL_S = 5.0
 END_TRIAL = "end it with `outrider upgrade --trial-share 0`"
 SLOW_S = 900.0
@@ -258,7 +258,7 @@ class Reconciler(PlacedActor):
         if (trial := self._fleet.trial) is not None:
             await self._decide(trial, False, "it was ended by `outrider upgrade --trial-share 0`")
 
-    async def _look_at_trial(self) -> None:
+    async def _check_trial(self) -> None:
         if (trial := self._fleet.trial) is not None:
             is_better, reason = await self._compare(trial)
             await self._decide(trial, is_better, reason)
@@ -398,8 +398,10 @@ class Reconciler(PlacedActor):
             self._begun.set_result(None)
             await asyncio.gather(
                 self._fleet.run(),
-                repeated(self._autoscaler.look, LOOK_PERIOD_S, "autoscaling is interrupted"),
-                repeated(self._look_at_trial, TRIAL_LOOK_S, "the trial cannot be compared"),
+                repeated(
+                    self._autoscaler.adjust, AUTOSCALING_PERIOD_S, "autoscaling is interrupted"
+                ),
+                repeated(self._check_trial, TRIAL_CHECK_S, "the trial cannot be compared"),
             )
         except Exception:  # noqa: BLE001 (a restart may help)
             _log.exception("the reconciler failed, and restarts")

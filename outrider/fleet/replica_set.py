@@ -52,8 +52,8 @@ exceeds it is ended even if its lease runs. One without a lease is ended as soon
 so."""
 QUIET_S = 1.0
 """A leaving replica counts as drained when it has received no requests for this time."""
-LOOK_PERIOD_S = 0.5
-DRAIN_LOOK_S = 1.0
+CHECK_PERIOD_S = 0.5
+DRAIN_CHECK_S = 1.0
 """Pause between two looks for nodes that Ray drains."""
 FIRST_RETRY_DELAY_S = 1.0
 """Delay before the first retry of a failed start. Each further failure doubles the delay."""
@@ -568,7 +568,7 @@ class Fleet:
                 _log.info("the wanted numbers of replicas cannot be read: %s", error)
             self._step()
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_PERIOD_S):
+                async with asyncio.timeout(CHECK_PERIOD_S):
                     await self._changed.wait()
             self._changed.clear()
 
@@ -579,7 +579,7 @@ class Fleet:
                 self._draining = await self._cluster.draining()
             except Unavailable as error:
                 _log.info("nodes that are drained are not noticed: %s", error)
-            await asyncio.sleep(DRAIN_LOOK_S)
+            await asyncio.sleep(DRAIN_CHECK_S)
 
     def _step(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 Work = TypeVar("Work")
 
 
-def in_turns(works: Sequence[Work], tenant_of: Callable[[Work], str]) -> Sequence[Work]:
+def round_robin(works: Sequence[Work], tenant_of: Callable[[Work], str]) -> Sequence[Work]:
     """Returns the first work of each tenant, then the second of each, and so on."""
     num_before: Counter[str] = Counter()
 
@@ -32,7 +32,7 @@ def in_turns(works: Sequence[Work], tenant_of: Callable[[Work], str]) -> Sequenc
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingLimits:
     """How much may wait, of one tenant and in all. Something larger may wait if nothing else
     does."""
 
@@ -44,10 +44,10 @@ class Waiting:
     """`Overloaded.limit`; for a tenant's limit, after `tenant_`."""
 
 
-class WaitingRoom:
+class WaitingWork:
     """Counts what waits, by tenant."""
 
-    def __init__(self, allowed: Waiting) -> None:
+    def __init__(self, allowed: WaitingLimits) -> None:
         self._allowed = allowed
         self._sizes: Counter[str] = Counter()
 
@@ -75,7 +75,7 @@ class WaitingRoom:
 class FairQueue(Generic[Place]):
     """Assigns places. Tenants take turns, each with its oldest work."""
 
-    def __init__(self, places: Iterable[Place], room: WaitingRoom | None = None) -> None:
+    def __init__(self, places: Iterable[Place], room: WaitingWork | None = None) -> None:
         """`room` is None if the caller limits how much waits."""
         self._idle = [*places]
         self._room = room
@@ -83,8 +83,8 @@ class FairQueue(Generic[Place]):
         """The work that waits for a place, of each tenant. The tenants stand in order of their next
         turns."""
 
-    async def take(self, tenant: str, size: int = 1) -> Place:
-        """Waits for a place. Raises the error of `WaitingRoom.waiting`."""
+    async def acquire(self, tenant: str, size: int = 1) -> Place:
+        """Waits for a place. Raises the error of `WaitingWork.waiting`."""
         with nullcontext() if self._room is None else self._room.waiting(tenant, size):
             if self._idle:
                 # The place that was used last. If it is a process, the process runs already.
@@ -97,19 +97,19 @@ class FairQueue(Generic[Place]):
                 if given.cancelled():
                     self._forget(tenant, given)
                 else:
-                    self.give_back(given.result())
+                    self.release(given.result())
                 raise
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Holds a place. Raises the error of `take`."""
-        place = await self.take(tenant)
+        """Holds a place. Raises the error of `acquire`."""
+        place = await self.acquire(tenant)
         try:
             yield
         finally:
-            self.give_back(place)
+            self.release(place)
 
-    def give_back(self, place: Place) -> None:
+    def release(self, place: Place) -> None:
         """Passes a place on to the work whose turn is next."""
         while self._waiting:
             tenant, works = self._waiting.popitem(last=False)
@@ -134,18 +134,18 @@ class FairQueue(Generic[Place]):
 class FairThreads:
     """Threads at which tenants take turns."""
 
-    def __init__(self, num_threads: int, name: str, room: WaitingRoom | None = None) -> None:
+    def __init__(self, num_threads: int, name: str, room: WaitingWork | None = None) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._turns = FairQueue(range(num_threads), room)
 
     async def run(self, tenant: str, call: Callable[[], Result], size: int = 1) -> Result:
         """Runs a call on a thread. If the caller stops waiting, a call that has begun goes on, and
-        keeps its place until it ends. Raises the errors of `FairQueue.take`, and of `call`."""
-        place, loop = await self._turns.take(tenant, size), asyncio.get_running_loop()
+        keeps its place until it ends. Raises the errors of `FairQueue.acquire`, and of `call`."""
+        place, loop = await self._turns.acquire(tenant, size), asyncio.get_running_loop()
 
         def ended(_: Future[Result]) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._turns.give_back, place)
+                loop.call_soon_threadsafe(self._turns.release, place)
 
         try:
             running = self._threads.submit(call)
@@ -164,11 +164,11 @@ class TwoLanes:
     short work would wait until long work ends."""
 
     def __init__(
-        self, num_short: int, num_long: int, name: str, short_max: int, allowed: Waiting
+        self, num_short: int, num_long: int, name: str, short_max: int, allowed: WaitingLimits
     ) -> None:
         """Work whose size is above `short_max` is long."""
         self._short_max = short_max
-        room = WaitingRoom(allowed)
+        room = WaitingWork(allowed)
         self._short = FairThreads(num_short, name, room)
         self._long = FairThreads(num_long, f"{name}-long", room)
 

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import IO, Generic, TypeVar
 
 from outrider.errors import ConfigError
-from outrider.limits import FILE_BYTES_MAX, KEY_FILE_LOOK_MS
+from outrider.limits import FILE_BYTES_MAX, KEY_FILE_CHECK_MS
 
 _log = logging.getLogger(__name__)
 
@@ -69,34 +69,34 @@ class FileWatch(Generic[Contents]):
 
     def __init__(self, paths: Sequence[Path | None], read: Callable[[], Contents]) -> None:
         """`read` returns the parsed contents of `paths`. The constructor raises the errors of
-        `read`. Later, files are checked for changes at most every `KEY_FILE_LOOK_MS`."""
+        `read`. Later, files are checked for changes at most every `KEY_FILE_CHECK_MS`."""
         self._paths = [path for path in paths if path is not None]
         self._read = read
-        self._looked_at = monotonic()
-        self._states = self._look()
+        self._checked_at = monotonic()
+        self._states = self._read_states()
         self._contents = read()
-        self._trouble = ""
+        self._error = ""
 
     def current(self) -> Contents:
         """Returns the contents. Reads them again if a file has changed and no file is missing. If
         `read` fails, logs the error once, keeps the old contents, and retries at the next check."""
         now = monotonic()
-        if now - self._looked_at < KEY_FILE_LOOK_MS / 1e3:
+        if now - self._checked_at < KEY_FILE_CHECK_MS / 1e3:
             return self._contents
-        self._looked_at = now
-        states = self._look()
+        self._checked_at = now
+        states = self._read_states()
         if states != self._states and None not in states:
             try:
                 self._contents = self._read()
-                self._states, self._trouble = states, ""
+                self._states, self._error = states, ""
                 _log.info("%s has changed", self._paths[0])
             except (ConfigError, OSError, ValueError) as error:
-                if str(error) != self._trouble:
-                    self._trouble = str(error)
+                if str(error) != self._error:
+                    self._error = str(error)
                     _log.error("keeping the former contents of %s: %s", self._paths[0], error)
         return self._contents
 
-    def _look(self) -> tuple[_State, ...]:
+    def _read_states(self) -> tuple[_State, ...]:
         return tuple(_state(path) for path in self._paths)
 
 

@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider import limits
 from outrider.errors import BadRequest, ConfigError, Overloaded
-from outrider.foundation.fair_turns import TwoLanes, Waiting
+from outrider.foundation.fair_turns import TwoLanes, WaitingLimits
 from outrider.foundation.shared_calls import SharedCalls
 from outrider.grammar.constraint import Constraint, ConstraintKind, containers_in
 from outrider.grammar.token_mask import TokenMask
@@ -154,7 +154,7 @@ class Grammars:
         """Grammars that took too long to process draft tokens. They are no longer applied to draft
         tokens. Only the thread that runs steps may use this set."""
         self._calls = SharedCalls[_Key, Grammar | _Refusal]()
-        allowed = Waiting(
+        allowed = WaitingLimits(
             limits.COMPILATION_BYTES_PER_TENANT_MAX,
             limits.COMPILATION_BYTES_MAX,
             "bytes of constraints await compilation",

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from outrider import limits
 from outrider.errors import BadRequest, Incompatible, OutriderError, check
-from outrider.foundation.newest import Newest
+from outrider.foundation.bounded_dict import BoundedDict
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.token_mask import TokenMask
 
@@ -178,7 +178,7 @@ class Matchers:
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._matchers: Newest[str, PrefixMatcher] = Newest(limits.MATCHERS_MAX)
+        self._matchers: BoundedDict[str, PrefixMatcher] = BoundedDict(limits.MATCHERS_MAX)
 
     def follow(
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from outrider.errors import BadRequest
-from outrider.foundation.fair_turns import in_turns
+from outrider.foundation.fair_turns import round_robin
 from outrider.foundation.tokens import TokenSequence, digest_behind
 from outrider.interfaces.engine import Engine
 from outrider.interfaces.messages import Resync, RoundHead
@@ -92,7 +92,7 @@ class SessionTable:
         held = filter(self._engine.length, self._entries)
         known = filter(self._entries.__contains__, stepping)
         by_age = sorted({*held, *known}, key=lambda name: self._entries[name].age_rank)
-        turns = in_turns(by_age, lambda name: self._entries[name].tenant)
+        turns = round_robin(by_age, lambda name: self._entries[name].tenant)
         return {name: rank for rank, name in enumerate(turns)}
 
     def release(self, session_id: str) -> None:

@@ -13,7 +13,7 @@ have mean m and mean deviation d, its next item is expected within m + SPREAD * 
 
 from collections.abc import Callable, Sequence
 
-from outrider.foundation.newest import Newest
+from outrider.foundation.bounded_dict import BoundedDict
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 
 GAIN = 0.9  # a step waits only if `together` is shorter than GAIN times `in turns`
@@ -42,7 +42,7 @@ class BatchingDelay:
         sessions. If this time is 0, no step waits. A step has at most `max_batch` sessions."""
         self._seconds = seconds
         self._max_batch = max_batch
-        self._rhythms: Newest[str, _Rhythm] = Newest(SEQUENCES_PER_REPLICA_MAX)
+        self._rhythms: BoundedDict[str, _Rhythm] = BoundedDict(SEQUENCES_PER_REPLICA_MAX)
         """By session, in the order of the sessions' last answers."""
         self._typical = _Rhythm(1)  # averages over all sessions, with which a new session starts
         self._num_gaps = 0

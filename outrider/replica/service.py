@@ -29,9 +29,9 @@ from outrider.errors import (
     Unavailable,
     check,
 )
+from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.decayed_average import DecayedSums
 from outrider.foundation.logs import about
-from outrider.foundation.newest import Newest
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo
@@ -101,7 +101,7 @@ class SteppedService(ReplicaService):
         self._observer: ObservedSteps | None = None
         self.num_items = 0
         num_max = limits.SEQUENCES_PER_REPLICA_MAX
-        self.sessions: Newest[str, tuple[AnswerSender, float]] = Newest(num_max)
+        self.sessions: BoundedDict[str, tuple[AnswerSender, float]] = BoundedDict(num_max)
         """For each session, the connection of its last item, and the time of its last item or
         answer. Sessions with the oldest times come first."""
         self._filter = StaleRoundFilter()
@@ -109,7 +109,7 @@ class SteppedService(ReplicaService):
         self._compiling: set[asyncio.Task[None]] = set()
         self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
-        self._leaving: Newest[str, bool] = Newest(num_max)
+        self._leaving: BoundedDict[str, bool] = BoundedDict(num_max)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
         step. Beyond `num_max`, drops the oldest entry. This session's pages are freed on demand."""
         self._wake = asyncio.Event()
@@ -623,7 +623,7 @@ class StaleRoundFilter:
     Remembers `RELEASES_REMEMBERED_MAX` sessions. Admits all rounds of forgotten sessions."""
 
     def __init__(self) -> None:
-        self._asked: Newest[str, tuple[int, int]] = Newest(limits.RELEASES_REMEMBERED_MAX)
+        self._asked: BoundedDict[str, tuple[int, int]] = BoundedDict(limits.RELEASES_REMEMBERED_MAX)
         """The newest epoch and round of each session. Epochs begin at 1."""
 
     def admit(self, head: RoundHead) -> Refused | None:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.errors import DeadlineExceeded, OutriderError, Overloaded
-from outrider.foundation.fair_turns import in_turns
+from outrider.foundation.fair_turns import round_robin
 from outrider.interfaces.messages import Refused, ReplyKey
 from outrider.limits import STREAM_QUEUE_ITEMS_MAX
 
@@ -197,7 +197,7 @@ class RequestQueue:
         newest = {work.session_id: work for work in self.waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
-        for work in in_turns(self.waiting, lambda request: request.item.head.tenant):
+        for work in round_robin(self.waiting, lambda request: request.item.head.tenant):
             session_id = work.session_id
             if work.sender.closed or (work.answered and newest[session_id] is not work):
                 unwanted.append(work)

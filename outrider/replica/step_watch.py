@@ -27,10 +27,10 @@ from outrider.limits import (
     LATE_STEP_S,
 )
 
-LOOK_S = 0.5
-"""Pause between two looks at the running step."""
-COUNTED_S_MAX = 1.5 * LOOK_S
-"""Largest time that counts between two looks. If more passed, the event loop did not run."""
+CHECK_PERIOD_S = 0.5
+"""Pause between two checks of the running step."""
+COUNTED_S_MAX = 1.5 * CHECK_PERIOD_S
+"""Largest time that counts between two checks. If more passed, the event loop did not run."""
 LONGEST_DECAY = 0.99
 """The longest time of recent steps falls by this factor with each step, and so does the
 `_tolerance`."""
@@ -65,7 +65,7 @@ class StepWatch:
         self._on_late, self._on_hung = on_late, on_hung
         self._timer: asyncio.TimerHandle | None = None
         self._runs = self._is_late = self._has_gap = False
-        self._looked_at = self._counted_s = 0.0
+        self._checked_at = self._counted_s = 0.0
         self._longest_s = 0.0
         self._tolerance = 1.0
         """Factor of both limits. If a machine has become far slower than its costs foretell, it
@@ -78,9 +78,9 @@ class StepWatch:
         loop = asyncio.get_running_loop()
         self._runs, self._is_late, self._has_gap = True, False, False
         self._counted_s = 0.0
-        self._looked_at = loop.time()
+        self._checked_at = loop.time()
         if self._timer is None:
-            self._timer = loop.call_later(LOOK_S, self._look)
+            self._timer = loop.call_later(CHECK_PERIOD_S, self._check)
 
     def end(self) -> None:
         """Must be called when the step has ended. If the event loop did not run all the time, the
@@ -103,7 +103,7 @@ class StepWatch:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         if not self._runs:
             return
@@ -116,11 +116,11 @@ class StepWatch:
             self._runs = False
             self._on_hung(self._counted_s)
             return
-        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        self._timer = asyncio.get_running_loop().call_later(CHECK_PERIOD_S, self._check)
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
-        passed_s, self._looked_at = now - self._looked_at, now
+        passed_s, self._checked_at = now - self._checked_at, now
         self._has_gap |= passed_s > COUNTED_S_MAX
         self._counted_s += min(passed_s, COUNTED_S_MAX)
 

@@ -56,13 +56,13 @@ An `Overloaded` error is about a caller with a valid key."""
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 HEALTH_PATH = f"/{_HEALTH.full_name}/"
-_TAKEN_UNTIL: ContextVar[float] = ContextVar("taken_until")
+_WRITE_DEADLINE: ContextVar[float] = ContextVar("write_deadline")
 
 
-def must_be_taken(until: float) -> None:
+def set_write_deadline(until: float) -> None:
     """Says until when (on the event loop's clock) the client must have taken the answer of the
     current call. After that time, a message that cannot be sent ends the call."""
-    _TAKEN_UNTIL.set(until)
+    _WRITE_DEADLINE.set(until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ class _Writer:
         if not self._has_begun:  # Together with a message that is not taken, no status can be sent.
             await self._context.send_initial_metadata(())
             self._has_begun = True
-        until = _TAKEN_UNTIL.get(math.inf)
+        until = _WRITE_DEADLINE.get(math.inf)
         stuck_at = asyncio.get_running_loop().time() + limits.GRPC_STUCK_WRITE_S
         try:
             async with asyncio.timeout_at(min(until, stuck_at)):

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider import limits
 from outrider.errors import BadRequest, Overloaded, Unavailable
-from outrider.foundation.newest import Newest
+from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.tokens import EMPTY_DIGEST
 from outrider.interfaces.messages import Refused, ReplyKey, Resync, RoundHead, RoundItem
 from outrider.transport.codec import Codec, session_id_from_wire, to_proto
@@ -99,7 +99,7 @@ class _Stream:
         self.writing = False  # whether a write is pending; it ends only if the caller reads
         self.outbox = SendQueue()
         self.failure: Exception | None = None  # the error with which the stream must end
-        self._known: Newest[str, RoundHead] = Newest(limits.SESSIONS_PER_COORDINATOR_MAX)
+        self._known: BoundedDict[str, RoundHead] = BoundedDict(limits.SESSIONS_PER_COORDINATOR_MAX)
         """For each session, the last head that had sampling parameters, not only their hash."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:

@@ -65,7 +65,7 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     assert all(0 <= count <= REPLICAS_MAX for count in wanted.values())
     assert 0 <= await registry.started() <= REPLICA_NUMBER_MAX
     await fleet._agree()
-    await scaling.look()
+    await scaling.adjust()
     least = {"coordinator": 1, "target": 1, "draft": 0}
     assert all(least[role] <= fleet.wanted[role] <= REPLICAS_MAX for role in ROLES)
     assert scaling.config == AutoscaleConfig(autoscale_drafts="1:2")

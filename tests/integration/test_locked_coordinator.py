@@ -326,7 +326,7 @@ async def test_a_full_server_keeps_slots(locked: Locked) -> None:
     await client.config_set("maxmemory", 1)
     try:
         await asyncio.sleep(0.01)
-        await slots.keep({"one": (["a"], [])})
+        await slots.update({"one": (["a"], [])})
     finally:
         await client.config_set("maxmemory", 0)
     [(_, after)] = await client.zrange("outrider:limit:{one}:slots", 0, -1, withscores=True)

@@ -130,7 +130,7 @@ async def test_a_replica_with_wrong_files_does_not_start(ours: Path, tmp_path: P
 async def test_a_server_shows_a_new_certificate_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.foundation.files.KEY_FILE_LOOK_MS", 0)
+    monkeypatch.setattr("outrider.foundation.files.KEY_FILE_CHECK_MS", 0)
     directory, other = make_all(tmp_path / "tls"), make_all(tmp_path / "other")
     before, after = (internal_trust(one, "coordinator", "target") for one in (directory, other))
 

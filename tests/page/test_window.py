@@ -267,7 +267,7 @@ async def test_a_fleet_of_several_coordinators(window: Browser, stack: Stack) ->
     other = ReplicaRecord(
         role="coordinator", name="c2", address="h:1", host="node-two", pid=1, model="toy", load=7
     )
-    stack.coordinator.fleet.hear({"coordinator": [other]})
+    stack.coordinator.fleet.update({"coordinator": [other]})
     await window.until(f"{note}.includes('the sessions of this coordinator')")
     row = "return document.querySelector('#fleet tr').innerText.split(/\\s+/).join(' ')"
     assert await window.run(row) == "coordinator c2 toy node-two 7 serving –"

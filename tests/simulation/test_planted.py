@@ -251,11 +251,11 @@ def mailbox_left_behind(patch: Patch) -> None:
 
 
 def names_believed_for_ever(patch: Patch) -> None:
-    patch.setattr(Discovery, "_doubt", AsyncMock())
+    patch.setattr(Discovery, "_check_unlisted", AsyncMock())
 
 
 def hung_replicas_stay(patch: Patch) -> None:
-    patch.setattr(HangWatch, "look", AsyncMock())
+    patch.setattr(HangWatch, "check", AsyncMock())
 
 
 def steps_take_for_ever(patch: Patch) -> None:

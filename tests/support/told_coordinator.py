@@ -89,7 +89,7 @@ class MemorySlots:
         self.depths.append(depth)
         self.taken.update(slots)
 
-    async def keep(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
+    async def update(self, slots: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
         await asyncio.sleep(self._takes_s)
         if self.away:
             raise StoreUnavailable("away")

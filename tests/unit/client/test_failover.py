@@ -240,7 +240,7 @@ def test_coordinators_are_known_once_they_are_named(caplog: pytest.LogCaptureFix
     assert found.each == ["A", "B"]
     assert found.renew() == []  # It was called just now.
     for each in (["B", "C"], ["B", "C"], ["B", "C"], ["C"]):
-        now[0] += failover.LOOK_S
+        now[0] += failover.REREAD_PERIOD_S
         found.renew()
         assert found.each == each
     assert found.all == ["A", "B", "C"]
@@ -335,7 +335,7 @@ async def test_a_blocking_stream_goes_on_elsewhere(monkeypatch: pytest.MonkeyPat
 async def test_calls_wait_while_no_coordinator_answers(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
+    monkeypatch.setattr("outrider.client.failover.REREAD_PERIOD_S", 0.0)
     server = await serve(ScriptedServicer(*WHOLE))
 
     def names() -> Names:
@@ -360,7 +360,7 @@ async def test_calls_wait_while_no_coordinator_answers(
 
 @pytest.mark.virtual(False)
 def test_threads_may_read_a_pool_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.client.failover.LOOK_S", 0.0)
+    monkeypatch.setattr("outrider.client.failover.REREAD_PERIOD_S", 0.0)
     numbers = iter(range(10**9))
     found = failover.EndpointPool(lambda: ",".join(f"{next(numbers)}" for _ in range(50)), str)
     raised = list[Exception]()

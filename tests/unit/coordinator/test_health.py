@@ -6,7 +6,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from coordinator.health import LOOK_PERIOD_S, TROUBLE_S
+from coordinator.health import CHECK_PERIOD_S, TROUBLE_S
 from outrider import errors
 from tests.support.coordinator_bench import bench, failing
 
@@ -32,13 +32,13 @@ async def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_heal
             await asyncio.sleep(0.1)
         reason = max(found)
         assert reason == "" if is_healthy else what in reason
-        await asyncio.sleep(LOOK_PERIOD_S + 0.3)
+        await asyncio.sleep(CHECK_PERIOD_S + 0.3)
         assert b.service.health.trouble == ""
     assert "shutting down" in b.service.health.trouble
 
 
 async def test_the_time_of_a_look_counts_as_silence() -> None:
-    """If no replica answers, a look takes 4 s."""
+    """If no replica answers, a check takes 4 s."""
 
     async def silent() -> bool:
         await asyncio.sleep(4)
@@ -46,16 +46,16 @@ async def test_the_time_of_a_look_counts_as_silence() -> None:
 
     async with bench() as b:
         b.service.targets.healthy = silent  # type: ignore[method-assign]
-        await asyncio.sleep(LOOK_PERIOD_S + 4.1)
+        await asyncio.sleep(CHECK_PERIOD_S + 4.1)
         assert "target" in b.service.health.trouble
 
 
-async def test_a_look_that_crashes_is_trouble_until_the_next_look_succeeds() -> None:
+async def test_a_check_that_crashes_is_trouble_until_the_next_check_succeeds() -> None:
     async with bench() as b:
         targets: Any = b.service.targets
         healthy, targets.healthy = targets.healthy, AsyncMock(side_effect=KeyError("x"))
-        await asyncio.sleep(TROUBLE_S + 2 * LOOK_PERIOD_S)
+        await asyncio.sleep(TROUBLE_S + 2 * CHECK_PERIOD_S)
         assert b.service.health.trouble
         targets.healthy = healthy
-        await asyncio.sleep(2 * LOOK_PERIOD_S)
+        await asyncio.sleep(2 * CHECK_PERIOD_S)
         assert b.service.health.trouble == ""

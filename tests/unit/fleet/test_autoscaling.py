@@ -191,11 +191,11 @@ async def test_what_is_wanted_follows_what_replicas_say() -> None:
     await registry.announce(record("target", queue_steps=3.0))
     for bounds, count in (("", 1), ("1:4", 2)):
         scaling.config = AutoscaleConfig(autoscale_targets=bounds)
-        await scaling.look()
+        await scaling.adjust()
         assert (await registry.wanted())["target"] == count
     registry.failure = StoreUnavailable("away")
     with pytest.raises(StoreUnavailable):
-        await scaling.look()
+        await scaling.adjust()
 
 
 async def test_a_number_that_an_operator_wants_is_not_overwritten() -> None:
@@ -210,7 +210,7 @@ async def test_a_number_that_an_operator_wants_is_not_overwritten() -> None:
     await registry.want({"target": 2})
     for name in ("target-0", "target-1"):
         await registry.announce(replace(record("target", queue_steps=3.0), name=name))
-    await scaling.look()
+    await scaling.adjust()
     assert await registry.wanted() == {"target": 7}
 
 
@@ -224,5 +224,5 @@ async def test_drafts_stay_as_many_while_one_is_on_trial() -> None:
     await registry.announce(replace(record("draft", busy=0.9), name="draft-1", trial_share=0.5))
     for bounds, count in (("1:4", 1), ("2:4", 2)):
         scaling.config = AutoscaleConfig(autoscale_drafts=bounds)
-        await scaling.look()
+        await scaling.adjust()
         assert (await registry.wanted())["draft"] == count

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from outrider.errors import StoreUnavailable, Unavailable
-from outrider.fleet.hang_watch import ANSWER_S, CALLS, HANG_LOOK_S, LATE_CALLS, LATE_S
+from outrider.fleet.hang_watch import ANSWER_S, CALLS, HANG_CHECK_S, LATE_CALLS, LATE_S
 from outrider.registry.registry import LEASE_S, RENEWAL_S, ROLES, ReplicaRecord, Role
 from tests.support.fleet_world import Sitter, World, playing
 
@@ -73,7 +73,7 @@ async def test_a_replica_that_hangs_is_killed_and_replaced_once(
             await world.die()
             await world.come_back()
             renewing = asyncio.create_task(fleet.renew())
-            await asyncio.sleep(LEASE_S + HANG_LOOK_S)
+            await asyncio.sleep(LEASE_S + HANG_CHECK_S)
         others = fleet.all_names()
         hung, _ = world.names(role)
         others.discard(hung)
@@ -83,7 +83,7 @@ async def test_a_replica_that_hangs_is_killed_and_replaced_once(
             while hung not in world.machines.removed:
                 await asyncio.sleep(0.01)
         took_s = loop.time() - hung_at
-        assert took_s <= LEASE_S + HANG_LOOK_S + CALLS[role] * ANSWER_S + 0.1
+        assert took_s <= LEASE_S + HANG_CHECK_S + CALLS[role] * ANSWER_S + 0.1
         await asyncio.sleep(20)
         assert world.machines.starts == [role]
         assert len(fleet.all_names()) == 6
@@ -108,7 +108,7 @@ async def test_a_new_reconciler_ends_a_hung_replica_before_it_stops_waiting_for_
         began_at = loop.time()
         await world.come_back()
         took_s = loop.time() - began_at - 1  # `come_back` sleeps for this time.
-        assert took_s <= LEASE_S + HANG_LOOK_S + CALLS[role] * ANSWER_S + 0.1
+        assert took_s <= LEASE_S + HANG_CHECK_S + CALLS[role] * ANSWER_S + 0.1
         assert world.machines.removed == [hung]
         assert fleet.all_names() > others
         assert world.machines.starts == [role]

@@ -19,10 +19,10 @@ from outrider.errors import (
 )
 from outrider.fleet.hang_watch import ANSWER_S, CALLS
 from outrider.fleet.replica_set import (
+    CHECK_PERIOD_S,
     END_GRACE_S,
     FIRST_RETRY_DELAY_S,
     HOPELESS_AFTER,
-    LOOK_PERIOD_S,
     RETRY_DELAY_S_MAX,
     ReplicaView,
     next_steps,
@@ -222,7 +222,7 @@ async def test_what_is_being_started_is_announced() -> None:
         loop, machines = asyncio.get_running_loop(), world.machines
 
         async def announced() -> Starts:
-            await asyncio.sleep(LOOK_PERIOD_S + 0.1)
+            await asyncio.sleep(CHECK_PERIOD_S + 0.1)
             return (await world.registry.starts())["target"]
 
         assert await announced() == Starts("target", last_s=0.0)

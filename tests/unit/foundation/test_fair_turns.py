@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from outrider.errors import Overloaded
-from outrider.foundation.fair_turns import FairQueue, FairThreads, Waiting, WaitingRoom
+from outrider.foundation.fair_turns import FairQueue, FairThreads, WaitingLimits, WaitingWork
 
-THINGS = Waiting(3, 5, "things wait", "things")
+THINGS = WaitingLimits(3, 5, "things wait", "things")
 
 
 async def settle() -> None:
@@ -21,7 +21,7 @@ def take(queue: FairQueue[Any], begun: list[str], name: str) -> asyncio.Task[Non
     """Waits for a place, and adds the name to `begun`. The tenant is the name's first letter."""
 
     async def wait() -> None:
-        await queue.take(name[0])
+        await queue.acquire(name[0])
         begun.append(name)
 
     return asyncio.create_task(wait())
@@ -36,7 +36,7 @@ async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
     tasks += [take(queue, begun, name) for name in ("b0", "b1", "c0")]
     await settle()
     for _ in range(7):
-        queue.give_back(places[0])
+        queue.release(places[0])
         await settle()
     assert begun == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "a5"]
 
@@ -44,54 +44,54 @@ async def test_a_tenant_with_much_work_holds_up_no_other() -> None:
 async def test_places_that_are_given_back_together_are_taken_together() -> None:
     queue, begun = FairQueue(range(8)), list[str]()
     for _ in range(8):
-        await queue.take("a")
+        await queue.acquire("a")
     tasks = [take(queue, begun, f"{'ab'[index % 2]}{index}") for index in range(16)]
     await settle()
     assert not begun
     for place in range(8):
-        queue.give_back(place)
+        queue.release(place)
     await asyncio.sleep(0)
     assert begun == [f"{'ab'[index % 2]}{index}" for index in range(8)]
     for place in range(8):
-        queue.give_back(place)
+        queue.release(place)
     await asyncio.gather(*tasks)
 
 
 async def test_work_without_a_size_takes_turns_and_gives_its_place_back() -> None:
     """As an empty prompt."""
-    queue, done = FairQueue(["c"], WaitingRoom(THINGS)), 0
+    queue, done = FairQueue(["c"], WaitingWork(THINGS)), 0
 
     async def work() -> None:
         nonlocal done
-        place = await queue.take("a", 0)
+        place = await queue.acquire("a", 0)
         await asyncio.sleep(0)
-        queue.give_back(place)
+        queue.release(place)
         done += 1
 
     async with asyncio.timeout(5):
         await asyncio.gather(*(work() for _ in range(8)))
-        assert await queue.take("b") == "c"
+        assert await queue.acquire("b") == "c"
     assert done == 8
 
 
 async def test_what_waits_is_limited() -> None:
-    queue, begun = FairQueue(["c"], WaitingRoom(THINGS)), list[str]()
+    queue, begun = FairQueue(["c"], WaitingWork(THINGS)), list[str]()
     waiting = [take(queue, begun, f"a{index}") for index in range(4)]
     await settle()
     with pytest.raises(Overloaded, match=r"^3 things wait for your tenant; allowed: 3; try"):
-        await queue.take("a")
+        await queue.acquire("a")
     waiting += [take(queue, begun, f"b{index}") for index in range(2)]
     await settle()
     with pytest.raises(Overloaded, match=r"^5 things wait for all tenants; allowed: 5; try"):
-        await queue.take("c")
+        await queue.acquire("c")
     waiting[1].cancel()
     await settle()
     waiting.append(take(queue, begun, "c0"))
-    queue.give_back("c")
+    queue.release("c")
     waiting[4].cancel()  # The task has been given the place, but has not run since.
     for _ in range(3):
         await settle()
-        queue.give_back("c")
+        queue.release("c")
     await settle()
     assert sorted(begun) == ["a0", "a2", "a3", "b1", "c0"]
 
@@ -106,20 +106,20 @@ async def test_cancelled_work_costs_its_tenant_no_turn() -> None:
     await settle()
     assert sum(map(len, queue._waiting.values())) == 3
     for _ in range(3):
-        queue.give_back(0)
+        queue.release(0)
         await settle()
     assert begun == ["a1", "b0", "c0"]
 
 
 async def test_sizes_are_limited_but_something_may_always_wait() -> None:
-    queue, begun = FairQueue[str]([], WaitingRoom(THINGS)), list[str]()
-    waiting = asyncio.create_task(queue.take("a", 100))
+    queue, begun = FairQueue[str]([], WaitingWork(THINGS)), list[str]()
+    waiting = asyncio.create_task(queue.acquire("a", 100))
     await settle()
     with pytest.raises(Overloaded) as refused:
-        await queue.take("a", 1)
+        await queue.acquire("a", 1)
     assert (refused.value.limit, refused.value.of_server) == ("tenant_things", False)
     with pytest.raises(Overloaded) as refused:
-        await queue.take("b", 1)
+        await queue.acquire("b", 1)
     assert (refused.value.limit, refused.value.of_server) == ("things", True)
     waiting.cancel()
     await settle()

@@ -27,7 +27,7 @@ from outrider.replica.step_request import (
     StepRequest,
     Unfinished,
 )
-from outrider.replica.step_watch import LOOK_S, ExpectedStep
+from outrider.replica.step_watch import CHECK_PERIOD_S, ExpectedStep
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from tests.support.rounds import PATIENCE_S, make_head, session_name
 
@@ -311,7 +311,7 @@ async def test_a_step_that_never_ends_is_late_and_then_a_lost_engine(expected_s:
     await asyncio.sleep(late_s - 0.2)
     assert desk.service.healthy
     assert desk.service.describe() is desk.service.description
-    await asyncio.sleep(LOOK_S + 0.2)
+    await asyncio.sleep(CHECK_PERIOD_S + 0.2)
     answers = [answer for frame in desk.frames for answer in frame]
     assert [answer.code for answer in answers] == [Unavailable.grpc_code] * 2
     assert not desk.service.healthy
@@ -320,9 +320,9 @@ async def test_a_step_that_never_ends_is_late_and_then_a_lost_engine(expected_s:
     desk.submit(3)
     assert desk.frames[-1][0].code == Unavailable.grpc_code
     assert desk.service.lost is None
-    await asyncio.sleep(hung_s - late_s - LOOK_S - 0.2)
+    await asyncio.sleep(hung_s - late_s - CHECK_PERIOD_S - 0.2)
     assert desk.service.lost is None
-    await asyncio.sleep(LOOK_S + 0.2)
+    await asyncio.sleep(CHECK_PERIOD_S + 0.2)
     assert desk.service.lost is not None
     async with asyncio.timeout(PATIENCE_S):
         await desk.service.drain()
@@ -336,7 +336,7 @@ async def test_a_late_step_that_ends_sends_nothing_and_the_replica_serves_again(
     desk = Desk()
     told: list[Any] = []
     desk.submit(1).on_done = lambda _, answer: told.append(answer)
-    await asyncio.sleep(LATE_STEP_S + LOOK_S + 0.1)
+    await asyncio.sleep(LATE_STEP_S + CHECK_PERIOD_S + 0.1)
     [[refused]] = desk.frames
     assert told == [refused]
     desk.frames.clear()

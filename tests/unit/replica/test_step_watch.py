@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from outrider.limits import FIRST_STEP_S, HUNG_STEP_S, LATE_STEP_FACTOR, LATE_STEP_S
-from outrider.replica.step_watch import COUNTED_S_MAX, LOOK_S, ExpectedStep, StepWatch
+from outrider.replica.step_watch import CHECK_PERIOD_S, COUNTED_S_MAX, ExpectedStep, StepWatch
 
 pytestmark = pytest.mark.virtual
 
@@ -44,9 +44,9 @@ async def test_a_step_is_late_once_and_hung_once(watched: Watched) -> None:
     await watched.run(3 * HUNG_STEP_S)
     assert [what for what, _ in watched.told] == ["late", "hung"]
     for (_, seconds), limit in zip(watched.told, (LATE_STEP_S, HUNG_STEP_S), strict=True):
-        assert limit <= seconds <= limit + LOOK_S
+        assert limit <= seconds <= limit + CHECK_PERIOD_S
     await watched.run(0.05)
-    await watched.run(LATE_STEP_S + 2 * LOOK_S)
+    await watched.run(LATE_STEP_S + 2 * CHECK_PERIOD_S)
     assert [what for what, _ in watched.told] == ["late", "hung", "late"]
 
 
@@ -106,7 +106,7 @@ async def test_time_in_which_the_loop_does_not_run_does_not_count(
     monkeypatch.setattr(loop, "time", lambda: real() + stood_s)
     await asyncio.sleep(1.0)
     stood_s = 10 * HUNG_STEP_S
-    await asyncio.sleep(LATE_STEP_S - 1.0 - COUNTED_S_MAX - LOOK_S)
+    await asyncio.sleep(LATE_STEP_S - 1.0 - COUNTED_S_MAX - CHECK_PERIOD_S)
     watched.watch.end()
     assert watched.told == []
 
@@ -120,5 +120,5 @@ async def test_a_step_whose_process_stood_still_is_not_what_later_steps_may_take
     watched.watch.begin()
     stood_s = 10 * HUNG_STEP_S
     watched.watch.end()
-    await watched.run(HUNG_STEP_S + 2 * LOOK_S)
+    await watched.run(HUNG_STEP_S + 2 * CHECK_PERIOD_S)
     assert [what for what, _ in watched.told] == ["late", "hung"]

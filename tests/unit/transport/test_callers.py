@@ -22,7 +22,7 @@ from outrider.transport.server import (
     ServerOptions,
     Service,
     Serving,
-    must_be_taken,
+    set_write_deadline,
 )
 from outrider.v1 import coordinator_pb2 as pb
 from tests.support.bare_http2 import bare_connection
@@ -114,7 +114,7 @@ class Told:
     async def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateEvent]:
-        must_be_taken(asyncio.get_running_loop().time() + self.seconds)
+        set_write_deadline(asyncio.get_running_loop().time() + self.seconds)
         self.num_running += 1
         try:
             while True:

@@ -115,7 +115,7 @@ async def test_a_resumption_uses_the_slot_of_its_session() -> None:
     assert slots.depths == [2, 2]
     await old.aclose()
     slots.taken.clear()
-    await access._tell({"alice": ()})
+    await access._update_store({"alice": ()})
     assert slots.taken == {SESSION}  # The lease was renewed.
     await new.aclose()
     await access.close()

@@ -432,14 +432,14 @@ async def test_a_running_stream_does_not_keep_its_body() -> None:
     """It keeps only what the answer needs."""
     begun, go_on = asyncio.Event(), asyncio.Event()
 
-    class Waiting(Service):
+    class WaitingLimits(Service):
         async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
             yield STARTED
             yield TOKENS
             await go_on.wait()
             yield FINISHED
 
-    front = Front(Waiting())
+    front = Front(WaitingLimits())
     scope = {
         "type": "http",
         "method": "POST",

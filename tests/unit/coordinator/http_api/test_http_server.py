@@ -219,7 +219,7 @@ async def test_a_new_certificate_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """So is a new authority. A certificate without its key changes nothing."""
-    monkeypatch.setattr("outrider.foundation.files.KEY_FILE_LOOK_MS", 0)
+    monkeypatch.setattr("outrider.foundation.files.KEY_FILE_CHECK_MS", 0)
     files = TlsFiles(tmp_path / "tls.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
 
     def made(age: str) -> tuple[Made, Made, Made]:

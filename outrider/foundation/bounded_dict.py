@@ -7,7 +7,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Newest(OrderedDict[Key, Value]):
+class BoundedDict(OrderedDict[Key, Value]):
     """A dictionary that keeps only the `num_max` entries that were set last."""
 
     def __init__(self, num_max: int) -> None:
