@@ -9,7 +9,7 @@ from outrider.config.deployment import CoordinatorConfig
 from outrider.redis.address import with_password
 from outrider.registry.registry import Engagement
 from outrider.replica.logs import log_to
-from outrider.replica.place import PlacedActor
+from outrider.replica.ray_actor import RayActor
 from outrider.replica.threads import use_threads
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def collect_less() -> None:
     gc.freeze()
 
 
-class CoordinatorActor(PlacedActor):
+class CoordinatorActor(RayActor):
     """A coordinator. Only `start` imports the large modules, so Ray places the actor quickly."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
-from outrider.drafters.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
+from outrider.drafters.features import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.errors import BadRequest, OutriderError, check
 from outrider.foundation.tokens import extend_digest
 from outrider.grammar.compiler import Grammars
@@ -116,12 +116,12 @@ class SelfDrafter:
         self._sampler = DraftSampler(DraftVocabulary.of(layer.token_ids))
 
     def propose(
-        self, requests: Sequence[DraftRequest], hidden_states: Sequence[Tensor]
+        self, requests: Sequence[DraftRequest], features: Sequence[Tensor]
     ) -> list[Proposal]:
         """Returns a proposal for each request, of at most the requested number of tokens. The
         engine must hold all committed tokens of a request except the newest. If a request has no
         penalties, its `token_ids` may contain the newest token alone. For each request,
-        `hidden_states` has the feature [D] of the token before the newest. The engine's sequences
+        `features` has the feature [D] of the token before the newest. The engine's sequences
         stay unchanged.
 
         If a pass fails, or if no token can be drawn from its logits, the tokens drawn so far are
@@ -135,7 +135,7 @@ class SelfDrafter:
                 if draft.is_whole:
                     engine.keep(draft.sequence_id, lengths[draft.sequence_id])
 
-        for draft, row in zip(drafts, hidden_states, strict=True):
+        for draft, row in zip(drafts, features, strict=True):
             draft.carried = row
             if lengths[draft.sequence_id] != draft.request.noise.committed_length - 1:
                 draft.stop()
@@ -183,7 +183,7 @@ class Verifier(StepWorker):
     ) -> None:
         super().__init__(engine, budget, grammars)
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
-        self.keeper: FeatureKeeper | None = None  # the engine, if it keeps hidden states for drafts
+        self.keeper: FeatureKeeper | None = None  # the engine, if it keeps features for drafts
         if isinstance(engine, FeatureKeeper) and engine.feature_width:
             self.keeper = engine
         self._self_drafter = self_drafter
@@ -281,8 +281,8 @@ class Verifier(StepWorker):
         return VerdictReply(work.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
-        """Adds hidden states of committed tokens to verdicts whose items ask for hidden states. If
-        the copy from the device fails, later verdicts contain these hidden states."""
+        """Adds features of committed tokens to verdicts whose items ask for features. If
+        the copy from the device fails, later verdicts contain these features."""
         width = keeper.feature_width
         wanting: list[tuple[_Round, int, int]] = []
         try:

@@ -15,7 +15,7 @@ from coordinator.decoding.resumption import Replayed, write_logprobs
 from coordinator.decoding.stored_bytes import StoredBytes
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
-from coordinator.draft_length.policy import PlayedRound, RoundLength
+from coordinator.draft_length.policy import RoundLength, RoundResult
 from coordinator.routing.drafts import Drafted, Drafts
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
@@ -283,7 +283,7 @@ class SessionRun:
         return drafted
 
     def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome) -> None:
-        played = PlayedRound(
+        result = RoundResult(
             num_asked=drafted.num_asked,
             survival=survival(self.session.record.rule, reply.verdict.accept_probability),
             num_tokens=len(outcome.token_ids),
@@ -296,7 +296,7 @@ class SessionRun:
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,
         )
-        self._lengths.note(played)
+        self._lengths.note(result)
 
     def _commit(
         self, index: int, drafted: Drafted, reply: VerdictReply, verify_s: float, outcome: Outcome

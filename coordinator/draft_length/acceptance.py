@@ -14,7 +14,7 @@ low value, drafting would not be tried."""
 Array = npt.NDArray[np.float64]
 
 
-class Prospects(NamedTuple):
+class DepthChances(NamedTuple):
     """The chances of two events at each depth (position in a proposal), as arrays of shape [K]."""
 
     committed: Array
@@ -23,7 +23,7 @@ class Prospects(NamedTuple):
     """Chance that a token at this depth is proposed."""
 
 
-def observed(num_asked: int, survival: Sequence[float]) -> Array:
+def depth_counts(num_asked: int, survival: Sequence[float]) -> Array:
     """Returns an array [5, K] for a round that asked for K = `num_asked` tokens, with a column for
     each depth d = 1..K. `survival` has s_d for each proposed token d: the chance that the tokens 1
     to d were accepted. s_0 is 1. Token d is *due* if the tokens 1 to d - 1 were proposed. The rows:
@@ -45,8 +45,9 @@ def observed(num_asked: int, survival: Sequence[float]) -> Array:
 
 class DepthAverages:
     """Estimates the acceptance and the length of proposals by depth, from exponentially weighted
-    sums of the counts of `observed`. At a rarely reached depth, the estimates are close to those of
-    the prior. Without a prior, this depth's acceptance is close to the previous depth's."""
+    sums of the counts of `depth_counts`. At a rarely reached depth, the estimates are close to
+    those of the prior. Without a prior, this depth's acceptance is close to the previous depth's.
+    """
 
     def __init__(
         self, memory_rounds: float, prior_rounds: float, prior: Self | None = None
@@ -59,13 +60,13 @@ class DepthAverages:
         self._sums = np.zeros((5, NUM_DRAFT_TOKENS_MAX))
 
     def note(self, counts: Array) -> None:
-        """Adds the counts of a round (see `observed`)."""
+        """Adds the counts of a round (see `depth_counts`)."""
         self._sums *= self._keep
         self._sums[:, : counts.shape[1]] += counts
 
-    def prospects(self, num_asked: int) -> Prospects:
+    def chances(self, num_asked: int) -> DepthChances:
         goes_on, accepted, proposed = np.array(self._rates(num_asked)).reshape(num_asked, 3).T
-        return Prospects(np.cumprod(goes_on * accepted), np.cumprod(proposed))
+        return DepthChances(np.cumprod(goes_on * accepted), np.cumprod(proposed))
 
     def _rates(self, num_depths: int) -> list[tuple[float, float, float]]:
         """Returns three chances for each depth: P(proposed | all earlier tokens accepted),

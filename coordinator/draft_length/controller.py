@@ -5,10 +5,10 @@ K of round r is fixed when round r - 1 begins. At that time, neither target nor 
 token of round r, even if they work ahead. So K does not depend on the random numbers of round r,
 and sampling stays exact under every rule (proof: docs/exactness.md).
 
-While plain decoding is faster than drafting, a session is in a plain phase with K = 0. Trials of
-drafting, of the largest K and of plain decoding test whether the expected speeds are right. A trial
-runs only if the trial budget covers the tokens that the trial is expected to lose. The budget grows
-by `TRIAL_SHARE` of the tokens that all sessions commit.
+While plain decoding is faster than drafting, a session is in a plain phase with K = 0. Exploration
+(rounds with drafting, with the largest K or with plain decoding) tests whether the expected speeds
+are right. It runs only if the exploration budget covers the tokens that it is expected to lose. The
+budget grows by `EXPLORATION_SHARE` of the tokens that all sessions commit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordinator.draft_length.acceptance import DepthAverages, observed
-from coordinator.draft_length.policy import PlayedRound, RoundLength
+from coordinator.draft_length.acceptance import DepthAverages, depth_counts
+from coordinator.draft_length.policy import RoundLength, RoundResult
 from coordinator.draft_length.round_cost import SECONDS_MIN, Load, RoundCosts
 from outrider.interfaces.messages import ReplicaDescription
 from outrider.interfaces.step_costs import StepCosts
@@ -42,16 +42,16 @@ PLAIN_ROUNDS, PLAIN_ROUNDS_MAX = 16, 128
 GAIN_ROUNDS = 32
 """A session changes from plain decoding to drafting if this many drafting rounds gain more than the
 change costs."""
-TRIAL_SHARE = 0.01
-"""Share of all committed tokens that trials may lose."""
-CREDIT_TOKENS, CREDIT_TOKENS_MAX = 8.0, 16.0
-"""Initial and largest trial budget of each rule, in tokens."""
+EXPLORATION_SHARE = 0.01
+"""Share of all committed tokens that exploration may lose."""
+BUDGET_TOKENS, BUDGET_TOKENS_MAX = 8.0, 16.0
+"""Initial and largest exploration budget of each rule, in tokens."""
 PROMPT_SIZES = (128, 512, 2048)
 """Bounds between classes of prompt lengths, in tokens."""
 PLAIN_TRIED_BELOW = 1.5
 """Plain decoding is tried only if drafting is expected to be less than this many times as fast."""
 PLAIN_TRIED_ROUNDS = 6
-"""Rounds of a trial of plain decoding. The first is not measured (see `_follows_plain`)."""
+"""Rounds of plain decoding as exploration. The first is not measured (see `_follows_plain`)."""
 PLAIN_KNOWN_ROUNDS = 2.0
 """Plain decoding is not tried while measured plain rounds have at least this `CostLine.weight`."""
 DRAFT_BUDGET_MIN_S = 0.02
@@ -63,9 +63,9 @@ _ENDLESS = sys.maxsize
 
 
 class Experience:
-    """Average acceptance in the sessions with one rule, and their common trial budget. Each class
-    of prompt lengths has its own averages, because answers to long prompts often copy from the
-    prompt."""
+    """Average acceptance in the sessions with one rule, and their common exploration budget. Each
+    class of prompt lengths has its own averages, because answers to long prompts often copy from
+    the prompt."""
 
     def __init__(self) -> None:
         self.averages = DepthAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS)
@@ -73,12 +73,12 @@ class Experience:
             DepthAverages(SHARED_MEMORY_ROUNDS, PRIOR_ROUNDS, self.averages)
             for _ in range(len(PROMPT_SIZES) + 1)
         ]
-        self._left = CREDIT_TOKENS
+        self._left = BUDGET_TOKENS
 
-    def earn(self, num_tokens: float) -> None:
-        self._left = min(self._left + TRIAL_SHARE * num_tokens, CREDIT_TOKENS_MAX)
+    def add_budget(self, num_tokens: float) -> None:
+        self._left = min(self._left + EXPLORATION_SHARE * num_tokens, BUDGET_TOKENS_MAX)
 
-    def pays(self, num_tokens: float) -> bool:
+    def spend(self, num_tokens: float) -> bool:
         """If the budget covers an expected loss of `num_tokens`, subtracts it and returns True."""
         if num_tokens > self._left:
             return False
@@ -143,7 +143,7 @@ class LengthControls:
         known = self._draft
         if draft is not None and (known is None or draft.weights != known.weights):
             self._draft = draft
-            self.costs.meet_draft(draft.step_costs)
+            self.costs.set_draft(draft.step_costs)
 
     def open(
         self,
@@ -320,36 +320,36 @@ class LengthControl:
             self._num_asked, run_ahead, num_next, current.draft_budget_s, self._is_timed
         )
 
-    def note(self, played: PlayedRound) -> None:
+    def note(self, result: RoundResult) -> None:
         """Learns from the round whose length was chosen last. The next round is planned already, so
         only the rounds after it can change."""
         if not self.adapts:
             return
-        before, self._ended_at = self._ended_at, played.ended_at
-        self._context = played.context
+        before, self._ended_at = self._ended_at, result.ended_at
+        self._context = result.context
         if before is None:
             return  # The time of the first round includes the prefill.
         costs, is_plain = self._costs, self._current is _PLAIN
-        round_s = max(0.0, played.ended_at - before - played.next_draft_s)
-        costs.note_load(played, round_s)
-        self._experience.earn(played.num_tokens)
+        round_s = max(0.0, result.ended_at - before - result.next_draft_s)
+        costs.note_load(result, round_s)
+        self._experience.add_budget(result.num_tokens)
         if is_plain:
-            self._num_missed += played.num_tokens
+            self._num_missed += result.num_tokens
             if self._follows_plain:
-                costs.note_plain(round_s, played.context)
-        elif played.num_asked > 0:
-            costs.note_drafted(played, round_s, is_typical=self._num_missed == 0)
-            self.note_watched(played.num_asked, played.survival)
-        elif played.draft_s > 0 and self._num_missed == 0:
-            costs.note_late(self._num_asked, played.draft_s)
-        if not is_plain and (played.num_asked > 0 or played.draft_s > 0):
+                costs.note_plain(round_s, result.context)
+        elif result.num_asked > 0:
+            costs.note_drafted(result, round_s, is_typical=self._num_missed == 0)
+            self.note_watched(result.num_asked, result.survival)
+        elif result.draft_s > 0 and self._num_missed == 0:
+            costs.note_late(self._num_asked, result.draft_s)
+        if not is_plain and (result.num_asked > 0 or result.draft_s > 0):
             self._num_missed = 0  # From now on, a late proposal counts as slow drafting.
 
     def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
-        """Learns how many tokens of a proposal were accepted (see `PlayedRound`), or would have
+        """Learns how many tokens of a proposal were accepted (see `RoundResult`), or would have
         been accepted in plain rounds (see `LookupProbe`)."""
         if self.adapts:
-            counts = observed(num_asked, survival)
+            counts = depth_counts(num_asked, survival)
             for averages in (self._averages, *self._shared_averages):
                 averages.note(counts)
 
@@ -385,24 +385,25 @@ class LengthControl:
             self._begin_plain()
         elif self._tries_plain(best, plain):
             self._planned, self._num_planned, self._plain_ends = _PLAIN, PLAIN_TRIED_ROUNDS, True
-        elif largest is not best and self._experience.pays(
+        elif largest is not best and self._experience.spend(
             best.rate * largest.seconds - largest.num_tokens
         ):
             self._planned, self._num_planned = largest, 1
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
-        """Whether drafting is expected to gain tokens over plain decoding, or the trial budget
-        covers the expected loss. Includes the loss while the draft reads tokens that it lacks."""
+        """Whether drafting is expected to gain tokens over plain decoding, or the exploration
+        budget covers the expected loss. Includes the loss while the draft reads tokens that it
+        lacks."""
         each = drafted.seconds * plain.rate - drafted.num_tokens
         num_rounds = CHOICE_ROUNDS if each > 0 else GAIN_ROUNDS
         lost = num_rounds * each + self._costs.reading_lost(plain.seconds, self._num_missed)
-        return lost < 0 or self._experience.pays(lost)
+        return lost < 0 or self._experience.spend(lost)
 
     def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
         if self._costs.plain.weight >= PLAIN_KNOWN_ROUNDS:
             return False
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
-        return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._experience.pays(lost)
+        return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._experience.spend(lost)
 
     def _begin_plain(self, num_more: int = 0) -> None:
         """Plans a plain phase, after `num_more` plain rounds of the current phase."""
@@ -418,10 +419,10 @@ class LengthControl:
         chosen only if d < g, so a slow draft costs less than 2 g."""
         costs = self._costs
         forecast = costs.forecast(self._bound, self._context)
-        prospects = self._averages.prospects(self._bound)
-        gained = prospects.committed - prospects.proposed * forecast.token_lost
+        chances = self._averages.chances(self._bound)
+        gained = chances.committed - chances.proposed * forecast.token_lost
         num_tokens = gained.cumsum() + 1.0 - forecast.round_lost
-        seconds = (prospects.proposed * forecast.token_s).cumsum() + forecast.round_s
+        seconds = (chances.proposed * forecast.token_s).cumsum() + forecast.round_s
         budget_s = np.full(self._bound, math.inf)
         if costs.are_known:
             worth_s = np.maximum(0.0, num_tokens - 1.0) * forecast.plain_s

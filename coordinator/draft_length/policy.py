@@ -36,7 +36,7 @@ class DraftedBeside(NamedTuple):
 
 
 @value(frozen=True, slots=True)
-class PlayedRound:
+class RoundResult:
     """Acceptance and times of a finished round."""
 
     num_asked: int

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from outrider.interfaces.step_costs import StepCosts
 
-from .policy import PlayedRound
+from .policy import RoundResult
 
 MEMORY_ROUNDS = 64.0
 """The weight of a measured time falls to 1/e after this many further measurements of its kind."""
@@ -151,7 +151,7 @@ class RoundCosts:
         self._max_others = max_num_seqs - 1.0
         self._messages_work = MESSAGES_WORK * messages_delay
         self._target, self.plain = (CostLine(STEP_SPREAD, relative=True) for _ in range(2))
-        self.meet_draft(draft)
+        self.set_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
         """`_wait` is the wait for the target's step while other sessions use the target, as a share
         of the step's time. `_rest` is the time of messages and of the coordinator's work."""
@@ -159,7 +159,7 @@ class RoundCosts:
             _Mean(LOAD_MEMORY_ROUNDS) for _ in range(5)
         )
 
-    def meet_draft(self, costs: StepCosts | None) -> None:
+    def set_draft(self, costs: StepCosts | None) -> None:
         """Starts with the table of a new draft, and drops the measured times of earlier drafts."""
         self._draft_table = costs
         self._draft_token = SECONDS_MIN if costs is None else costs.step_seconds(1)
@@ -168,36 +168,36 @@ class RoundCosts:
         spread = MEAN_SPREAD if costs is None else TABLE_SPREAD
         self._draft, self._draft_work = (CostLine(spread, relative=costs is None) for _ in range(2))
 
-    def note_load(self, played: PlayedRound, round_s: float) -> None:
+    def note_load(self, result: RoundResult, round_s: float) -> None:
         """Counts a round of any kind. `round_s` is the time since the end of the previous round."""
         self._round.note(self._bounded(round_s))
-        self._at_target.note(self._bounded(played.target_s))
-        self._rows.note(1 + len(played.survival))
-        self._context.note(played.context)
-        self._tokens.note(played.num_tokens)
+        self._at_target.note(self._bounded(result.target_s))
+        self._rows.note(1 + len(result.survival))
+        self._context.note(result.context)
+        self._tokens.note(result.num_tokens)
 
     def note_plain(self, round_s: float, context: int) -> None:
         """Counts a plain round that follows another plain round."""
         self.plain.note(self._load(0, context, self._others()), self._bounded(round_s))
 
-    def note_drafted(self, played: PlayedRound, round_s: float, is_typical: bool = True) -> None:
+    def note_drafted(self, result: RoundResult, round_s: float, is_typical: bool = True) -> None:
         """Counts a round that asked for draft tokens. `is_typical` is false if the draft first
         had to read tokens that it had missed. The wait for such a proposal does not count."""
-        num_proposed = len(played.survival)
-        num_drafted, draft_s, work_s = played.beside or (
+        num_proposed = len(result.survival)
+        num_drafted, draft_s, work_s = result.beside or (
             num_proposed,
-            played.draft_s,
-            played.work_s,
+            result.draft_s,
+            result.work_s,
         )
-        if is_typical or played.beside is not None:
+        if is_typical or result.beside is not None:
             self._draft.note(num_drafted * self._draft_token, self._bounded(draft_s))
             self._draft_work.note(num_drafted * self._draft_token, self._bounded(work_s))
-            rest_s = round_s - played.draft_s - played.target_s
+            rest_s = round_s - result.draft_s - result.target_s
             self._rest.note(self._bounded(max(0.0, rest_s)))
-        others, step_s = self._others(), played.target_s - played.queue_s
+        others, step_s = self._others(), result.target_s - result.queue_s
         if others > 0 and step_s > 0:
-            self._wait.note(min(1.0, played.queue_s / step_s / min(1.0, others)))
-        load = self._load(num_proposed, played.context, others)
+            self._wait.note(min(1.0, result.queue_s / step_s / min(1.0, others)))
+        load = self._load(num_proposed, result.context, others)
         self._target.note(load, self._bounded(step_s))
         self.plain.fade(KEPT)
 

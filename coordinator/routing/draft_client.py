@@ -21,7 +21,7 @@ from coordinator.routing.drafts import (
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider import errors, limits
 from outrider.config.deployment import CoordinatorConfig
-from outrider.drafters.hidden_states import Features
+from outrider.drafters.features import Features
 from outrider.drafters.lookup import LookupDrafter
 from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.messages import (
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before a draft that failed is asked again."""
 _VAIN_FEEDS_MAX = 2
-"""A *feed* is a message that brings hidden states to the draft. If this many feeds in a row do not
+"""A *feed* is a message that brings features to the draft. If this many feeds in a row do not
 lengthen the draft's cached prefix, the session sends nothing to the draft for `RETRY_S`."""
 
 
@@ -156,7 +156,7 @@ class DraftClient(_ModelDrafts):
         self._num_vain = 0
         """Number of consecutive feeds that did not lengthen the draft's cached prefix."""
         self._is_behind = False
-        """Whether the draft lacks hidden states, so that it cannot propose in this round."""
+        """Whether the draft lacks features, so that it cannot propose in this round."""
         self._look_ahead = 0
         """Largest number of outcomes of a round for which the draft drafts ahead."""
         if not (self._reads_features or context.parameters.constraint):
@@ -178,7 +178,7 @@ class DraftClient(_ModelDrafts):
 
     def prefill(self, num_draft_tokens: int) -> None:
         if self._reads_features:
-            return  # The draft needs hidden states of the prompt, which the first verdict brings.
+            return  # The draft needs features of the prompt, which the first verdict brings.
         number = self._route.begin(0)
         self._looked_for = min(num_draft_tokens, self._model_tokens)
         self._try_send(number, self._looked_for if self._look_ahead else 0, ())
@@ -208,7 +208,7 @@ class DraftClient(_ModelDrafts):
         if num_drawn < num_wanted:
             length = replace(length, num_draft_tokens=num_drawn)
         drafted = None
-        # When hidden states arrive depends on times, which must not shorten an untimed proposal.
+        # When features arrive depends on times, which must not shorten an untimed proposal.
         self._is_behind = self._reads_features and not length.is_timed
         if not self._is_behind:
             drafted = await self._by_replica(round_index, length, start)
@@ -228,7 +228,7 @@ class DraftClient(_ModelDrafts):
         self, round_index: int, length: RoundLength, start: float
     ) -> Drafted | None:
         """Returns the replica's proposal; None if the replica cannot be reached, does not answer,
-        refuses, lacks hidden states, or had no time for a first token.
+        refuses, lacks features, or had no time for a first token.
 
         The replica itself stops drawing at the time limit. The coordinator never drops a late
         proposal. Delays may depend on the drawn tokens, so dropping would bias the output."""
@@ -323,7 +323,7 @@ class DraftClient(_ModelDrafts):
         if not needs_features or not self._route.is_responsive or length.next_max == 0:
             return NOTHING_WANTED
         if self._brought is not None and self._route.awaited is not None:
-            return NOTHING_WANTED  # The hidden states in `_brought` must be sent first.
+            return NOTHING_WANTED  # The features in `_brought` must be sent first.
         held = self._route.cached_length if self._held is None else self._held.cached_length
         return NextWanted(features_from=max(0, held - 1))
 
@@ -383,7 +383,7 @@ class DraftClient(_ModelDrafts):
     @property
     def _reach(self) -> int:
         """Number of committed tokens that the draft will hold after it has processed `_brought`. To
-        process a token, the draft needs the hidden state of the previous token."""
+        process a token, the draft needs the feature of the previous token."""
         held, features = self._route.cached_length, self._brought
         if features is None or features.first >= max(1, held):
             return held
@@ -434,7 +434,7 @@ class DraftClient(_ModelDrafts):
     def _move(self) -> None:
         if self._route.move():
             self._route.is_responsive = True
-            self._brought = None  # The new draft may need other hidden states.
+            self._brought = None  # The new draft may need other features.
 
     def _probe(self, number: int, length: RoundLength) -> None:
         """Asks a failed draft again, at most once per `RETRY_S`. Does not wait for the answer."""

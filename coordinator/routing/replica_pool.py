@@ -209,7 +209,7 @@ class ReplicaPool:
             await replica.link.close()
 
     def can_read(self, replica: ReplicaDescription, session_id: str) -> bool:
-        """Whether the session's target sends the hidden states that the draft `replica` reads."""
+        """Whether the session's target sends the features that the draft `replica` reads."""
         if self._targets is None or not replica.reads_features:
             return True
         targets = self._targets.replicas.values()

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError
-from outrider.models.target_layers import watched_layers
+from outrider.models.target_layers import tapped_layers
 from outrider.speculation.logits_processing import largest
 
 from .documents import Array, Document, Encode, Template
@@ -152,7 +152,7 @@ def ask(module: Any, documents: Sequence[Document], taps: Sequence[int]) -> dict
     """Runs the target over `documents`. Returns, by array name, an array for each document."""
     device = module.device
     ids, rows, following = (torch.from_numpy(part).to(device) for part in packed(documents))
-    with torch.inference_mode(), watched_layers(module, taps) as watched:
+    with torch.inference_mode(), tapped_layers(module, taps) as watched:
         # A causal model does not read the padding after a text, so no mask is needed.
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         read = hidden.flatten(0, 1)[rows]

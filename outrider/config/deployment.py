@@ -228,7 +228,7 @@ class TargetConfig(ModelServerConfig):
     """Kind of the head: `eagle3` or `mtp`; empty without a head."""
     head_directory: Internal[str] = ""
     shows_features: Internal[bool] = False
-    """Whether the target sends hidden states to an EAGLE-3 head on draft replicas."""
+    """Whether the target sends features to an EAGLE-3 head on draft replicas."""
     stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
     """In plain decoding, the target collects tokens for this time before it sends them, ms. A
     longer interval saves CPU time, but clients get the tokens in larger groups."""

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafters.hidden_states import Features
+from outrider.drafters.features import Features
 from outrider.foundation.tokens import TokenSequence
 from outrider.grammar.token_mask import Allowed
 from outrider.speculation.random_streams import RoundNoise
@@ -89,7 +89,7 @@ class DraftRequest:
     rule: Rule
     noise: RoundNoise
     features: Features | None = None
-    """New hidden states of committed tokens, for a head."""
+    """New features of committed tokens, for a head."""
     allowed: Allowed | None = None
     """The tokens that may follow. None = all tokens, or unknown to this process."""
     digests: TokenSequence | None = None

@@ -34,7 +34,7 @@ from outrider.models import compatibility
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.linear_layers import align_activations, block_rows
-from outrider.models.target_layers import Watched, watch_layers, watched_layers
+from outrider.models.target_layers import TappedLayer, tap_layers, tapped_layers
 
 WIDE_STEP_ROWS = 16
 """Only steps of fewer tokens may run on `contended_threads` threads. The times of larger steps
@@ -66,19 +66,20 @@ class PagedEngine(PagedSequences):
         """A step has at most `max_num_seqs` sequences. The pages take at most
         `kv_cache_memory_bytes`. There are at most as many pages as `max_num_seqs` sequences of full
         length need. If all pages together hold fewer than `max_model_len` tokens, the engine lowers
-        this limit. A *trial* compares the engine's logits with those of the unchanged module.
+        this limit. A *self-check* compares the engine's logits with those of the unchanged module.
 
         contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
                            other processes use the cores; None = all threads
         deterministic      whether the same prefix always has bit-equal logits: alone or beside
                            other sequences, run in one step or in several, cached or not
-        backend            attention kernels of a device; not used if their trial fails on any rank
+        backend            attention kernels of a device; not used if their self-check fails on any
+                           rank
         least              returns the minimum of its argument over all ranks, so that all ranks
-                           agree on the number of pages and on the results of trials
+                           agree on the number of pages and on the results of self-checks
         draft_layer        a drafting head for this model; None on all ranks but rank 0
         drafts_apart       whether the head drafts on draft replicas; the engine then supports
                            `held_features`, but not `forward_draft`
-        kernels            fused kernels for steps; not used if their trial fails
+        kernels            fused kernels for steps; not used if their self-check fails
 
         Raises `ConfigError` if the model cannot run on pages, or cannot run deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
@@ -86,7 +87,7 @@ class PagedEngine(PagedSequences):
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         num_threads = torch.get_num_threads()
-        self._contended: ContendedThreads | None = None  # Set after the trial.
+        self._contended: ContendedThreads | None = None  # Set after the self-check.
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._backend = None if deterministic else backend
         self._deterministic, self._least, self._kernels = deterministic, least, kernels
@@ -95,7 +96,7 @@ class PagedEngine(PagedSequences):
         self._thread_counts = sorted({num_threads, contended_threads or num_threads})
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
-        self._taps: dict[int, Watched] = {}
+        self._taps: dict[int, TappedLayer] = {}
         """Wrappers of the layers that the head reads, by index. Fused kernels do not call them."""
         self.rows_are_equal = False
         """Whether every bit of a row's logits is independent of the other rows of its step."""
@@ -118,11 +119,11 @@ class PagedEngine(PagedSequences):
         self._layers = find_layers(self._module, info.max_model_len)
         shapes = [layer.shape for layer in self._layers]
         pages_of_longest = -(-info.max_model_len // PAGE_SIZE)
-        self.info, self._max_num_seqs = info, compatibility.TRIAL_SEQUENCES
+        self.info, self._max_num_seqs = info, compatibility.SELF_CHECK_SEQUENCES
         self._decoder = self._fused(info)
         if self.draft_layer is not None:
             head = self.draft_layer.module
-            watched = watch_layers(self._module, head.layer_ids)
+            watched = tap_layers(self._module, head.layer_ids)
             self._taps = dict(zip(head.layer_ids, watched, strict=True))
             self.feature_width = head.width if self._drafts_apart else 0
             self._draft_shapes = draft_shapes(head, self._dtype, self._device, self._drafts_apart)
@@ -155,13 +156,13 @@ class PagedEngine(PagedSequences):
         )
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
-        """Returns the unchanged module's logits [T, V] of the trial's tokens. Also returns the
+        """Returns the unchanged module's logits [T, V] of the self-check's tokens. Also returns the
         features [T, D], or None without a draft layer."""
-        ids = compatibility.trial_tokens(info)
+        ids = compatibility.self_check_tokens(info)
         if self.draft_layer is None:
             return compatibility.dense_logits(self._module, ids), None
         head = self.draft_layer.module
-        with watched_layers(self._module, head.layer_ids) as taps:
+        with tapped_layers(self._module, head.layer_ids) as taps:
             logits = compatibility.dense_logits(self._module, ids)
             read = torch.cat([tap.rows_read() for tap in taps], -1)
         with torch.inference_mode():
@@ -210,32 +211,32 @@ class PagedEngine(PagedSequences):
         )
 
     def _try(self, logits: Tensor, features: Tensor | None) -> None:
-        """Runs the trial with kernels, if there are any. If the trial fails, removes the kernels,
-        and runs the trial without them."""
+        """Runs the self-check with kernels, if there are any. If it fails, removes the kernels,
+        and runs it without them."""
 
         def compare() -> None:
             compatibility.check_answers(self, logits)
             if features is not None:
                 compatibility.check_features(self, features)
 
-        num_pages = compatibility.TRIAL_SEQUENCES * -(-len(logits) // PAGE_SIZE)
+        num_pages = compatibility.SELF_CHECK_SEQUENCES * -(-len(logits) // PAGE_SIZE)
         self._use_pages(num_pages)
         if not isinstance(self._steps, GatheredSteps):
-            trials: list[Callable[[], None]] = [compare]
+            checks: list[Callable[[], None]] = [compare]
             if isinstance(self._steps, TableSteps):
-                trials.insert(0, self._steps.try_kernel)
+                checks.insert(0, self._steps.try_kernel)
             # Only rank 0 has logits to compare. `least` tells the result to all ranks.
-            if all(self._least(self._passes(trial)) for trial in trials):
+            if all(self._least(self._passes(check)) for check in checks):
                 return
             self._decoder, self._backend, self.rows_are_equal = None, None, False
             self._use_pages(num_pages)
         compare()
 
-    def _passes(self, trial: Callable[[], None]) -> bool:
+    def _passes(self, run_check: Callable[[], None]) -> bool:
         try:
-            trial()
-        except Exception:  # noqa: BLE001 (if kernels are not the cause, the next trial also fails)
-            failed = "model %s: the fast kernels failed their trial, so steps run without them"
+            run_check()
+        except Exception:  # noqa: BLE001 (if kernels are not the cause, the next check also fails)
+            failed = "model %s: the fast kernels failed their self-check, so steps run without them"
             _log.warning(failed, self.info.name, exc_info=True)
             return False
         return True

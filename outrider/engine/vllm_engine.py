@@ -64,7 +64,12 @@ from outrider.interfaces.engine import SequenceStep
 from outrider.kv_cache.block_pool import BlockPool, Copy
 from outrider.kv_cache.storage import KVCache, memory_budget, page_bytes_of, pages_in
 from outrider.limits import BATCHED_TOKENS_DEFAULT, NUM_DRAFT_TOKENS_MAX
-from outrider.models.compatibility import check_answers, check_features, dependent_at, trial_tokens
+from outrider.models.compatibility import (
+    check_answers,
+    check_features,
+    dependent_at,
+    self_check_tokens,
+)
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.drafter_check import TOKENS_WRITTEN, DraftCheck, Reading, likeliest_tokens
 from outrider.models.fingerprint import numerics_fingerprint
@@ -128,7 +133,7 @@ class VllmEngine(PagedSequences):
         self._deterministic = deterministic
         name, compiles = options.get("name", str(path)), not (enforce_eager or deterministic)
         captures = compiles and self._device.type == "cuda"
-        # A step of a draft replica also runs drafted tokens. A step of a trial may have
+        # A step of a draft replica also runs drafted tokens. A step of a self-check may have
         # `BATCHED_TOKENS_DEFAULT` tokens.
         drafted = max_num_seqs * (NUM_DRAFT_TOKENS_MAX + 2)
         most = max(max_num_batched_tokens + drafted, BATCHED_TOKENS_DEFAULT)
@@ -356,7 +361,7 @@ class VllmEngine(PagedSequences):
         """Compiles the model. Raises `ConfigError` if logits depend on how a text is cut into
         steps, as with MLA on CPUs. vLLM's cache may hold an outdated compiled model, so if a head
         was checked (`is_shown`), also compares the compiled model with the uncompiled model."""
-        ids = trial_tokens(self.info)
+        ids = self_check_tokens(self.info)
         self._skips_compiled = is_shown
         [expected] = self.forward([SequenceStep("first", ids, len(ids))])
         features = self._features

@@ -29,7 +29,7 @@ from outrider.config.deployment import deployment_settings
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.foundation.files import write_whole
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT, PROCESS_START_S
-from outrider.replica.place import Place
+from outrider.replica.ray_actor import ActorLocation
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Actor:
         self.replica = replica
         self.rank = rank
         self.name = f"{replica}{_RANK}{rank}" if rank else replica
-        self.place = Place(0, "")
+        self.location = ActorLocation(0, "")
         self._handle = handle
 
     def start(self, kind: type, namespace: str, *arguments: object, **options: Any) -> None:
@@ -95,11 +95,11 @@ class Actor:
         )
         self._handle = actor.remote(*arguments)
 
-    async def find_place(self, timeout_s: float) -> bool:
+    async def locate(self, timeout_s: float) -> bool:
         """Waits until the actor runs, and sets `place`. Returns False if the actor does not run
         after `timeout_s`. Raises `Unavailable` if the actor died."""
         try:
-            self.place = await self.call("ping", timeout_s=timeout_s)
+            self.location = await self.call("ping", timeout_s=timeout_s)
         except Unavailable as error:
             if isinstance(error.__cause__, TimeoutError):
                 return False
@@ -270,7 +270,7 @@ class Cluster:
 
 async def _late(actors: Sequence[Actor], timeout_s: float) -> list[Actor]:
     """Returns the actors that do not run after `timeout_s`. Raises `Unavailable` if one died."""
-    are_running = await asyncio.gather(*(actor.find_place(timeout_s) for actor in actors))
+    are_running = await asyncio.gather(*(actor.locate(timeout_s) for actor in actors))
     return [actor for actor, runs in zip(actors, are_running, strict=True) if not runs]
 
 

@@ -41,7 +41,7 @@ from outrider.redis.address import with_password
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import Role
 from outrider.replica.logs import log_at, log_to
-from outrider.replica.place import PlacedActor
+from outrider.replica.ray_actor import RayActor
 
 from .autoscaling import AUTOSCALING_PERIOD_S, Autoscaler
 from .local_state import DeploymentLocation, namespace_of
@@ -124,7 +124,7 @@ SLOW_S = 900.0
 """Time limit of `change` and `begin_trial`, which may have to fetch a model."""
 
 
-class Reconciler(PlacedActor):
+class Reconciler(RayActor):
     """Supervises a `Fleet`. After a restart by Ray, begins without a call of `start`."""
 
     def __init__(self, spec: FleetSpec, namespace: str) -> None:

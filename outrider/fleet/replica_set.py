@@ -32,7 +32,7 @@ from outrider.foundation.backoff import backoff
 from outrider.limits import PROCESS_START_S
 from outrider.registry.redis_registry import RedisRegistry
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Engagement, Membership, Role, Starts
-from outrider.replica.place import Place
+from outrider.replica.ray_actor import ActorLocation
 
 from .hang_watch import HangWatch
 from .ray_cluster import Actor, Cluster, retried
@@ -76,7 +76,7 @@ class ReplicaView:
     """Whether the replica has old settings and will be replaced."""
     drained: bool = False
     """Whether a rank's node is drained by Ray. The replica leaves once another serves instead."""
-    places: tuple[Place, ...] = ()
+    locations: tuple[ActorLocation, ...] = ()
     """Where the ranks run, the serving rank first; empty while the replica does not serve."""
     http_address: str = ""
     on_trial: bool = False
@@ -167,17 +167,17 @@ class Replica:
         }
 
     def view(self, plan: str, draining: Collection[str] = ()) -> ReplicaView:
-        places = tuple(actor.place for actor in self.ranks) if self.address else ()
+        locations = tuple(actor.location for actor in self.ranks) if self.address else ()
         return ReplicaView(
             self.name,
             self.role,
             self.address,
             leaves=self.leaves,
             stale=self.member.plan != plan and not self.on_trial,
-            places=places,
+            locations=locations,
             http_address=self.engagement.http_address,
             on_trial=self.on_trial,
-            drained=any(rank.place.ray_node in draining for rank in self.ranks),
+            drained=any(rank.location.ray_node in draining for rank in self.ranks),
         )
 
     async def begin(self, config: object) -> None:
@@ -185,12 +185,12 @@ class Replica:
         leader, *followers = self.ranks
         starts = [leader.call("start", config, log_directory, timeout_s=timeout_s)]
         if followers:
-            on_node = Counter(actor.place.node for actor in self.ranks)
+            on_node = Counter(actor.location.node for actor in self.ranks)
             rendezvous: Rendezvous = await leader.call(
-                "open_rendezvous", len(self.ranks), on_node[leader.place.node], timeout_s
+                "open_rendezvous", len(self.ranks), on_node[leader.location.node], timeout_s
             )
             for actor in followers:
-                seat = rendezvous, actor.rank, on_node[actor.place.node], timeout_s
+                seat = rendezvous, actor.rank, on_node[actor.location.node], timeout_s
                 start = actor.call("start", config, *seat, log_directory, timeout_s=timeout_s)
                 starts.append(start)
         await _all_or_error(*starts)
@@ -234,7 +234,7 @@ class Replica:
         try:
             engagement, *placed = await asyncio.gather(
                 self.ranks[0].call("engagement", timeout_s=SILENCE_S),
-                *(actor.find_place(SILENCE_S) for actor in self.ranks),
+                *(actor.locate(SILENCE_S) for actor in self.ranks),
             )
         except Unavailable:
             return False
@@ -509,7 +509,7 @@ class Fleet:
     def settled(self, spec: FleetSpec) -> FleetSpec:
         return spec.settled(
             [
-                (replica.role, actor.place.node)
+                (replica.role, actor.location.node)
                 for replica in self.replicas
                 for actor in replica.ranks
             ]

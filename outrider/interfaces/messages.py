@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
-from outrider.drafters.hidden_states import Features
+from outrider.drafters.features import Features
 from outrider.errors import BadRequest, OutriderError
 from outrider.foundation.values import value
 from outrider.grammar.constraint import Constraint

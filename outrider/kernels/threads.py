@@ -54,10 +54,10 @@ def _thread_ids() -> set[int]:
 
 
 SLOW = 3.0  # a step is slow if it takes this many times its usual time
-SLOW_STEPS = 2  # this many slow steps in a row start a trial
-TRIAL_STEPS = 3  # a trial has this many steps on fewer threads, and as many on all, alternately
+SLOW_STEPS = 2  # this many slow steps in a row start a probe
+PROBE_STEPS = 3  # a probe has this many steps on fewer threads, and as many on all, alternately
 GAIN = 2.0
-"""If fewer threads make a trial's steps at least this many times as fast, steps run on fewer
+"""If fewer threads make a probe's steps at least this many times as fast, steps run on fewer
 threads for the next `RETREAT_S` seconds."""
 RETREAT_S = 30.0
 _WEIGHT = 1 / 16  # the weight of the newest time in the moving average of times
@@ -75,15 +75,15 @@ class ContendedThreads:
         """The usual time on all threads, a moving average, for each kind of step."""
         self._num_slow = 0
         self._until = 0.0
-        self._trial: Hashable = None  # the kind of the trial's steps; None = no trial runs
-        self._times: list[float] = []  # of a trial's steps: on fewer threads, on all, on fewer, ...
+        self._probed: Hashable = None  # the kind of the probe's steps; None = no probe runs
+        self._times: list[float] = []  # of a probe's steps: on fewer threads, on all, on fewer, ...
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
         """Sets the number of threads for a step. Steps of one kind take similar times. Steps of
         kind None always run on all threads."""
         start, num_threads = self._clock(), self._every
-        retreats, is_tried = start < self._until, kind == self._trial
+        retreats, is_tried = start < self._until, kind == self._probed
         if kind is not None and (retreats or (is_tried and len(self._times) % 2 == 0)):
             num_threads = self._fewer
         is_more = num_threads > torch.get_num_threads()
@@ -98,7 +98,7 @@ class ContendedThreads:
             self._note(kind, seconds)
             return
         self._times.append(seconds)
-        if len(self._times) == 2 * TRIAL_STEPS:
+        if len(self._times) == 2 * PROBE_STEPS:
             self._decide(median(self._times[::2]), median(self._times[1::2]))
 
     def _note(self, kind: Hashable, seconds: float) -> None:
@@ -109,7 +109,7 @@ class ContendedThreads:
             return
         self._num_slow += 1
         if self._num_slow >= SLOW_STEPS:
-            self._num_slow, self._trial, self._times = 0, kind, []
+            self._num_slow, self._probed, self._times = 0, kind, []
 
     def _decide(self, fewer_s: float, all_s: float) -> None:
         if all_s >= GAIN * fewer_s:
@@ -125,5 +125,5 @@ class ContendedThreads:
                 RETREAT_S,
             )
         else:
-            self._usual_s[self._trial] = all_s
-        self._trial = None
+            self._usual_s[self._probed] = all_s
+        self._probed = None

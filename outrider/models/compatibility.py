@@ -1,10 +1,10 @@
-"""Decides whether a paged engine can run a model, by the model's configuration and by a trial.
+"""Decides whether a paged engine can run a model, by the model's configuration and by a self-check.
 
 For each token, a layer of the model may keep one key and one value and nothing else. The logits of
-a sequence must not depend on the other sequences of a step. The trial runs the same tokens as two
-sequences: the first in one step, the second in two steps. Up to rounding, both sequences must have
-the logits that the model's own dense attention yields. A deterministic engine
-must also yield bit-equal logits in steps of several sizes (`dependent_at`).
+a sequence must not depend on the other sequences of a step. The self-check runs the same tokens as
+two sequences: the first in one step, the second in two steps. Up to rounding, both sequences must
+have the logits that the model's own dense attention yields. A deterministic engine must also yield
+bit-equal logits in steps of several sizes (`dependent_at`).
 
 Some numerics couple the rows of a step: one scale for the activations of all rows, or a matrix
 product whose rounding depends on how many rows an expert gets. Then a token's logits depend on the
@@ -23,16 +23,16 @@ from outrider.kv_cache.attention import set_attention
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Layers of these kinds keep one key and one value for each token, and nothing else."""
-TRIAL_SEQUENCES = 2
-_TRIAL_TOKENS = 21
-_TRIAL_CHUNK = 13
-"""The first step of the trial runs this many tokens of one sequence. The second step runs all other
-tokens of both sequences."""
+SELF_CHECK_SEQUENCES = 2
+_CHECK_TOKENS = 21
+_CHECK_CHUNK = 13
+"""The first step of the self-check runs this many tokens of one sequence. The second step runs all
+other tokens of both sequences."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.2  # for dtypes of 16 bits
-"""The largest allowed relative difference between two results of the trial. Rounding makes smaller
-differences. Attention to wrong cache slots or positions makes a difference of about 1."""
-_LONG_TRIAL_TOKENS = 136
+"""The largest allowed relative difference between two results of the self-check. Rounding makes
+smaller differences. Attention to wrong cache slots or positions makes a difference of about 1."""
+_LONG_CHECK_TOKENS = 136
 """The length of the sequence in `dependent_at`. A deterministic engine divides the cache slots of
 such a long sequence into several splits (`SPLIT_SLOTS`)."""
 _COUPLING_PREFIX = 5
@@ -85,9 +85,9 @@ def _unscaled_length(config: Any) -> int | None:
     return min(lengths, default=None)
 
 
-def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
-    """The tokens of the trial."""
-    return _varied_tokens(min(_TRIAL_TOKENS, info.max_model_len), info)
+def self_check_tokens(info: ModelInfo) -> tuple[int, ...]:
+    """The tokens of the self-check."""
+    return _varied_tokens(min(_CHECK_TOKENS, info.max_model_len), info)
 
 
 def _varied_tokens(num: int, info: ModelInfo) -> tuple[int, ...]:
@@ -105,9 +105,9 @@ def dense_logits(module: _Model, token_ids: Sequence[int]) -> Tensor:
 
 
 def check_answers(engine: Engine, expected: Tensor) -> None:
-    """Runs the trial. Raises `ConfigError` if the logits differ from `expected` [T, V]."""
-    ids = trial_tokens(engine.info)
-    chunk = min(_TRIAL_CHUNK, len(ids) - 1)
+    """Runs the self-check. Raises `ConfigError` if the logits differ from `expected` [T, V]."""
+    ids = self_check_tokens(engine.info)
+    chunk = min(_CHECK_CHUNK, len(ids) - 1)
     whole, rest = SequenceStep("whole", ids, len(ids)), len(ids) - chunk
     first = engine.forward([SequenceStep("chunks", ids[:chunk], chunk)]) if chunk else []
     last, other = engine.forward([SequenceStep("chunks", ids[chunk:], rest), whole])
@@ -118,7 +118,7 @@ def check_answers(engine: Engine, expected: Tensor) -> None:
 
 
 def check_features(engine: DraftingEngine, expected: Tensor) -> None:
-    """Raises `ConfigError` if the features of the trial's last sequence differ from `expected`
+    """Raises `ConfigError` if the features of the self-check's last sequence differ from `expected`
     [T, D]. Call this right after `check_answers`."""
     _check_close(engine.features()[-1], expected, "features")
 
@@ -145,20 +145,20 @@ def row_coupling(engine: Engine) -> float:
     ranks of a model must make this call. Ranks without logits return 0. Afterwards the engine holds
     no sequence."""
     info = engine.info
-    ids = trial_tokens(info)
+    ids = self_check_tokens(info)
     prefix = min(_COUPLING_PREFIX, len(ids) - 2)
     if prefix < 1 or info.vocab_size < 2:
         return 0.0  # Too short for a token and a later token.
     tail = ids[prefix:]
     shift = info.vocab_size // 2
     others = (tail[0], *((token_id + shift) % info.vocab_size for token_id in tail[1:]))
-    engine.forward([SequenceStep("trial", ids[:prefix], 1)])
+    engine.forward([SequenceStep("self-check", ids[:prefix], 1)])
     rows = []
     for tokens in (tail, others, tail):
-        [logits] = engine.forward([SequenceStep("trial", tokens, len(tokens))])
+        [logits] = engine.forward([SequenceStep("self-check", tokens, len(tokens))])
         rows.append(logits[0].to(torch.float64, copy=True))
-        engine.keep("trial", prefix)
-    engine.release("trial")
+        engine.keep("self-check", prefix)
+    engine.release("self-check")
     first, other, again = rows
     changed, noise = float((other - first).norm()), float((again - first).norm())
     if not changed > _NOISE_FACTOR * noise:
@@ -171,7 +171,7 @@ def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
     Returns the number of tokens of the smallest step in which any bit differs, or None if no bit
     differs. Runs all steps even after a difference, because all ranks of a model must run the same
     steps. Afterwards the engine holds no sequence."""
-    ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
+    ids = _varied_tokens(min(_LONG_CHECK_TOKENS, engine.info.max_model_len), engine.info)
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
     differ = []
     for num_rows in _CROWDED_ROWS:
@@ -191,14 +191,14 @@ def _logits_in_parts(
     rows = []
     for start in range(0, len(ids), part):
         chunk = ids[start : start + part]
-        own = SequenceStep("trial", chunk, len(chunk))
+        own = SequenceStep("self-check", chunk, len(chunk))
         others = _filler_steps(engine.info, num_rows - len(chunk), max_num_seqs - 1)
         if not engine.can_hold([*others, own]):
             others = []
         rows.append(engine.forward([*others, own])[-1])
         for other in others:
             engine.release(other.sequence_id)
-    engine.release("trial")
+    engine.release("self-check")
     return torch.cat(rows)
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from outrider.errors import BadRequest
 from outrider.interfaces.engine import ModelInfo
-from outrider.models.compatibility import trial_tokens
+from outrider.models.compatibility import self_check_tokens
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.sharding import Ranks, of_leader
-from outrider.models.target_layers import layers_of, watched_layers
+from outrider.models.target_layers import layers_of, tapped_layers
 from outrider.models.tokenizer import TokenizerText
 
 TOKENS_WRITTEN = 64
@@ -79,7 +79,7 @@ def checked_head(
 def _prompt(info: ModelInfo, tokenizer: Any | None) -> Sequence[int]:
     """Returns a prompt, if possible in the target's chat format, on which heads are trained."""
     if tokenizer is None:
-        return trial_tokens(info)
+        return self_check_tokens(info)
     text = TokenizerText(tokenizer, info.name)
     try:
         ids = text.encode_chat([{"role": "user", "content": _PROMPT}])
@@ -142,7 +142,7 @@ def read_library(target: Any, ranks: Ranks | None, prompt: Sequence[int]) -> Rea
         text.append(new)
     whole, num_layers = torch.cat(text, -1), len(layers_of(target))
     has_norm = isinstance(getattr(target.base_model, "norm", None), nn.Module)
-    with watched_layers(target, range(num_layers + has_norm)) as taps:
+    with tapped_layers(target, range(num_layers + has_norm)) as taps:
         logits = target(input_ids=whole, use_cache=False).logits[0]
         hidden = [tap.rows_read() for tap in taps]
     return Reading(whole[0], hidden, likeliest_tokens(logits, ranks), num_layers)

@@ -26,7 +26,7 @@ def last_norm(module: Any) -> nn.Module:
     return norm
 
 
-class Watched(nn.Module):
+class TappedLayer(nn.Module):
     """Wraps a module and keeps the first argument of the last call."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -57,14 +57,14 @@ class Watched(nn.Module):
         return rows
 
 
-def watch_layers(module: Any, indices: Sequence[int]) -> list[Watched]:
+def tap_layers(module: Any, indices: Sequence[int]) -> list[TappedLayer]:
     """Wraps the layers with these indices. An index equal to the number of layers means the norm
     after the last layer. Raises `ConfigError` if the model lacks a layer, or this norm."""
-    watched = []
+    taps = []
     for parent, name in [_place_of(module, index) for index in indices]:
-        watched.append(Watched(getattr(parent, name)))
-        setattr(parent, name, watched[-1])
-    return watched
+        taps.append(TappedLayer(getattr(parent, name)))
+        setattr(parent, name, taps[-1])
+    return taps
 
 
 def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
@@ -78,11 +78,11 @@ def _place_of(module: Any, index: int) -> tuple[nn.Module, str]:
 
 
 @contextmanager
-def watched_layers(module: Any, indices: Sequence[int]) -> Iterator[list[Watched]]:
-    """Like `watch_layers`, but the layers are wrapped only in this context."""
-    watched = watch_layers(module, indices)
+def tapped_layers(module: Any, indices: Sequence[int]) -> Iterator[list[TappedLayer]]:
+    """Like `tap_layers`, but the layers are wrapped only in this context."""
+    taps = tap_layers(module, indices)
     try:
-        yield watched
+        yield taps
     finally:
-        for index, layer in zip(indices, watched, strict=True):
+        for index, layer in zip(indices, taps, strict=True):
             setattr(*_place_of(module, index), layer.inner)

@@ -17,7 +17,7 @@ from outrider.config.deployment import DraftConfig, ReplicaConfig
 from outrider.foundation.settings import blaming
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.registry import Engagement, ReplicaRecord
-from outrider.replica import engines, logs, place, threads
+from outrider.replica import engines, logs, ray_actor, threads
 from outrider.replica.rank_process import RankLeader, engine_of_a_replica, threads_of_a_rank
 from outrider.transport import addresses
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outrider.transport.server import RpcServer
 
 
-class ReplicaHost(place.PlacedActor):
+class ReplicaHost(ray_actor.RayActor):
     """Base class of the actors. A subclass overrides `build`."""
 
     def __init__(self) -> None:

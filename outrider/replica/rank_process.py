@@ -16,7 +16,7 @@ from outrider.config.deployment import ReplicaConfig
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous, open_rendezvous
 from outrider.replica.engines import build_engine
 from outrider.replica.logs import log_to
-from outrider.replica.place import PlacedActor
+from outrider.replica.ray_actor import RayActor
 from outrider.replica.threads import (
     LOADING_NICENESS,
     cores_for,
@@ -111,7 +111,7 @@ def threads_of_a_rank(config: ReplicaConfig, num_cores: int, num_neighbours: int
     return config.num_threads or max(1, num_cores // num_neighbours)
 
 
-class RankHost(PlacedActor):
+class RankHost(RayActor):
     """The Ray actor of a follower. Large libraries are imported only in `start`."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from outrider import limits
-from outrider.drafters.hidden_states import BYTES_OF_A_NUMBER, Features, rows_max
+from outrider.drafters.features import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import DIGEST_BYTES, Constraint
 from outrider.interfaces.messages import (

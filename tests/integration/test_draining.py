@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from ray.core.generated import autoscaler_pb2
 
 from outrider.fleet.ray_cluster import OBJECT_STORE_BYTES, Cluster, RayConnection
-from outrider.replica.place import PlacedActor
+from outrider.replica.ray_actor import RayActor
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -28,7 +28,7 @@ async def test_nodes_that_are_drained_are_known() -> None:
         cluster = Cluster(connection.namespace, local=False)
         assert await cluster.draining() == frozenset()
         # Without an actor, the machine would end at once.
-        actor = ray.remote(PlacedActor).options(num_cpus=1).remote()
+        actor = ray.remote(RayActor).options(num_cpus=1).remote()
         assert (await actor.ping.remote()).ray_node == one.node_id
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         gcs = ray._private.worker.global_worker.gcs_client

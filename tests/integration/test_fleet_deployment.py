@@ -131,7 +131,7 @@ async def test_http_streams_through_a_gateway_outlive_their_coordinator(
         await until(lambda: min(map(len, told)) >= 20)
         assert max(map(len, told)) < 300
         victim = deployment.overview.of("coordinator")[0]
-        os.kill(victim.places[0].pid, signal.SIGKILL)
+        os.kill(victim.locations[0].pid, signal.SIGKILL)
         found = await asyncio.gather(*asking)
     assert found == [expected[index % NUM_SEEDS] for index in range(NUM_HTTP_STREAMS)]
     await until_serving(deployment, coordinator=2, without=victim.name)
@@ -157,7 +157,7 @@ async def test_replicas_that_are_killed_under_load_are_replaced(
     killed = [one for role in ROLES for one in deployment.overview.of(role)][1:]
     assert len(killed) == 4
     for one in killed:
-        os.kill(one.places[0].pid, signal.SIGKILL)
+        os.kill(one.locations[0].pid, signal.SIGKILL)
     gone = {one.name for one in killed}
     await until(lambda: not gone & {one.name for one in deployment.overview.replicas})
     await until_serving(deployment, coordinator=2, target=2, draft=1)
@@ -167,7 +167,7 @@ async def test_replicas_that_hang_under_load_are_killed_and_replaced(
     deployment: Deployment, load: None
 ) -> None:
     hung = [deployment.overview.of(role)[0] for role in ROLES]
-    pids = {one.places[0].pid for one in hung}
+    pids = {one.locations[0].pid for one in hung}
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     gone = {one.name for one in hung}
@@ -229,7 +229,7 @@ async def test_a_reconciler_that_is_killed_under_load_returns(
     killed = deployment.overview.of("draft")[0]
     place = await reconciler.call("ping")
     os.kill(place.pid, signal.SIGKILL)
-    os.kill(killed.places[0].pid, signal.SIGKILL)
+    os.kill(killed.locations[0].pid, signal.SIGKILL)
     await until_serving(deployment, draft=len(before["draft"]), without=killed.name)
     for role in ROLES:
         assert before[role] - {killed.name} <= serving(deployment, role)

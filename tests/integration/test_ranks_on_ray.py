@@ -15,7 +15,7 @@ import ray
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.ray_cluster import Actor, Cluster, Demand, RayConnection
-from outrider.replica.place import Place
+from outrider.replica.ray_actor import ActorLocation
 
 PLACE_S = 60.0
 ROOM_S, SLOW_S = 3.0, 6.0
@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group(
 
 
 class Sitter:
-    async def ping(self) -> Place:
-        return Place(os.getpid(), socket.gethostname())
+    async def ping(self) -> ActorLocation:
+        return ActorLocation(os.getpid(), socket.gethostname())
 
     async def gpus(self) -> list[int]:
         return [int(found) for found in ray.get_gpu_ids()]
@@ -76,7 +76,7 @@ async def test_ranks_have_gpus_of_their_own_and_a_group_for_each_model(cluster: 
     actors = [*target, *draft, *alone]
     names = ["target", "target-rank-1", "target-rank-2", "draft", "draft-rank-1", "coordinator"]
     assert [actor.name for actor in actors] == names
-    assert len({actor.place.pid for actor in actors}) == len(actors)
+    assert len({actor.location.pid for actor in actors}) == len(actors)
     used = await _asked(target, "gpus")
     assert len({str(gpus) for gpus in used}) == len(target)
     shared = await _asked(draft, "gpus")

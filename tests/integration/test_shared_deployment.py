@@ -209,7 +209,7 @@ async def test_a_replica_that_any_rank_leaves_or_in_which_it_hangs_is_replaced(
     shared: Deployment, fault: signal.Signals
 ) -> None:
     before = shared.overview.of("target")[0]
-    serving, other = before.places
+    serving, other = before.locations
     os.kill(other.pid, fault)
     assert len(await _greedy(shared, 4)) == NUM_TOKENS
     ranks = [Path(f"/proc/{one.pid}") for one in (serving, other)]

@@ -38,7 +38,7 @@ from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.executors import InlineExecutor
-from outrider.replica.place import Place
+from outrider.replica.ray_actor import ActorLocation
 from target_service.service import TargetService
 from tests.simulation.keyed import KeyedRequest, Part, answer_once
 from tests.simulation.processes import Process
@@ -108,7 +108,7 @@ class SimulatedActor(Actor):
     def __init__(self, demand: Demand, node: Node, world: Any) -> None:
         super().__init__(demand.name, None)
         self.node = node
-        self.place = Place(1, "host")
+        self.location = ActorLocation(1, "host")
         self._world = world
         self._stopping: asyncio.Task[None] | None = None
         self._open: set[asyncio.Future[Any]] = set()
@@ -139,7 +139,7 @@ class SimulatedActor(Actor):
             elif method == "stop":
                 result = await self._stopped(arguments[0])
             elif method == "ping":
-                result = self.place
+                result = self.location
             else:
                 result = await getattr(self.node, method)()
         except OutriderError as error:

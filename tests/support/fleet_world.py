@@ -15,7 +15,7 @@ from outrider.fleet.ray_cluster import Actor, Demand
 from outrider.fleet.replica_set import Fleet
 from outrider.fleet.spec import FleetSpec, plan_fleet
 from outrider.registry.registry import Engagement, Role
-from outrider.replica.place import Place
+from outrider.replica.ray_actor import ActorLocation
 from tests.support.memory_registry import MemoryRegistry
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}
@@ -27,7 +27,7 @@ class Sitter(Actor):
     def __init__(self, demand: Demand, rank: int, cluster: Machines) -> None:
         super().__init__(demand.name, None, rank)
         self.demand = demand
-        self.place = Place(1, "here")
+        self.location = ActorLocation(1, "here")
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: list[str] = []
         self.num_items = 0
@@ -69,7 +69,7 @@ class Sitter(Actor):
                 num_ranks=self.demand.num_ranks,
                 http_address=f"{self.name}:{http}" if http else "",
             )
-        return self.place if method == "ping" else None
+        return self.location if method == "ping" else None
 
     async def kill(self) -> None:
         self.calls.append("kill")

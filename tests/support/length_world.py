@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
-from coordinator.draft_length.policy import DraftedBeside, PlayedRound, RoundLength
+from coordinator.draft_length.policy import DraftedBeside, RoundLength, RoundResult
 from outrider.interfaces.messages import ReplicaDescription
 from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
@@ -120,7 +120,7 @@ class World:
         self.now += draft_s + target_s + next_draft_s + (wire_s if draft_s or is_first else 0.0)
         num_tokens = 1 + int(sum(survival))
         control.note(
-            PlayedRound(
+            RoundResult(
                 num_asked,
                 survival,
                 num_tokens,

@@ -73,7 +73,9 @@ class FusedDecoder:
         try:
             observed = _observe(module, blocks, max_model_len)
         except PROBE_ERRORS as error:
-            raise CannotFuse(f"its decoder fails on trial tokens ({error})") from error
+            raise CannotFuse(
+                f"its decoder fails on the tokens of the self-check ({error})"
+            ) from error
         self.kernels = kernels
         self.rotations: list[_Rotation] = []
         self.windows = list(dict.fromkeys(layer.window for layer in layers))

@@ -17,7 +17,7 @@ from draft_service.service import Proposer
 from outrider.drafters import autoregressive_draft
 from outrider.drafters.autoregressive_draft import DraftSampler
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
-from outrider.drafters.hidden_states import Features
+from outrider.drafters.features import Features
 from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.interfaces.messages import DraftItem, ProposalReply

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
-from outrider.drafters import hidden_states
 from outrider.drafters.drafter import DraftDeadline
-from outrider.drafters.hidden_states import Features
+from outrider.drafters.features import Features
 from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo
 from outrider.interfaces.messages import DraftItem, ProposalReply, Resync, VerdictReply, VerifyItem
@@ -127,7 +126,7 @@ async def test_what_is_drafted_round_after_round(
     """Some draft tokens are accepted, some rejected. The head drafts from what verdicts send as if
     it saw all features at once. If a message has few rows, the prompt's rows come with several
     verdicts, and nothing is drafted until all are there."""
-    monkeypatch.setattr(hidden_states, "FEATURES_MAX", rows_max)
+    monkeypatch.setattr("outrider.drafters.features.FEATURES_MAX", rows_max)
     async with running() as pair:
         tokens, proposal, accepted, shown = list(PROMPT), NOTHING_SEALED, [], b""
         for index in range(12):

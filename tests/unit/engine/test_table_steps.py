@@ -42,7 +42,7 @@ def test_equals_the_modules_own_forward(family: str, device: str, make_engine: E
     library = twin(module)
     backend = backend_on(device, torch.float32)
     engine = make_engine(module, backend=backend)
-    assert engine._backend is backend, "its trial has accelerated its steps"
+    assert engine._backend is backend, "its self-check has accelerated its steps"
     expected = [dense(library, ids(40, seed)) for seed in (1, 2)]
     found: list[list[torch.Tensor]] = [[], []]
     start = 0
@@ -59,12 +59,12 @@ def test_equals_the_modules_own_forward(family: str, device: str, make_engine: E
 @pytest.mark.parametrize(
     "fault", ["all forms", "wrong rows", "64 tokens in a block", "4 splits", "16 splits"]
 )
-def test_where_the_trial_fails_steps_are_not_accelerated(
+def test_where_the_self_check_fails_steps_are_not_accelerated(
     fault: str, make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A kernel that cannot be compiled, or gives wrong rows, only costs speed. This includes forms
-    that no step of the trial has; otherwise a served step would fail. The trial calls the kernel in
-    every layer, because other ranks may wait for the output of each layer."""
+    that no step of the self-check has; otherwise a served step would fail. The check calls the
+    kernel in every layer, because other ranks may wait for the output of each layer."""
     layers = set()
 
     def attend(query: torch.Tensor, layer: LayerPages, step: TableStep) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_where_the_trial_fails_steps_are_not_accelerated(
     module = tiny("gpt2", "cpu")
     library = twin(module)
     engine = make_engine(module, backend=DeviceBackend(attend, 8))
-    assert "the fast kernels failed their trial" in caplog.text
+    assert "the fast kernels failed their self-check" in caplog.text
     assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
     assert len(layers) == 2
 

@@ -15,7 +15,7 @@ import torch
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import Proposer
-from outrider.drafters.hidden_states import Features
+from outrider.drafters.features import Features
 from outrider.interfaces.engine import ModelInfo
 from outrider.interfaces.messages import (
     DraftItem,

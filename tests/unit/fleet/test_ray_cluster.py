@@ -21,8 +21,8 @@ from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.fleet import ray_cluster
 from outrider.fleet.ray_cluster import MODE, PATH, TOKEN, Actor, RayConnection, check_asks_for_token
 from outrider.fleet.replica_set import _all_or_error
-from outrider.replica.place import Place
 from outrider.replica.rank_process import threads_of_a_rank
+from outrider.replica.ray_actor import ActorLocation
 
 REFUSED, DOWN = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE
 
@@ -34,15 +34,15 @@ def actor_that(answer: Future[Any]) -> Actor:
 
 async def test_what_became_of_an_actor_is_told_by_whether_it_says_where_it_runs() -> None:
     answer: Future[Any] = Future()
-    answer.set_result(Place(1, "here"))
+    answer.set_result(ActorLocation(1, "here"))
     actor = actor_that(answer)
-    assert await actor.find_place(20.0)
-    assert actor.place == Place(1, "here")
-    assert not await actor_that(Future()).find_place(0.01)
+    assert await actor.locate(20.0)
+    assert actor.location == ActorLocation(1, "here")
+    assert not await actor_that(Future()).locate(0.01)
     died: Future[Any] = Future()
     died.set_exception(ray.exceptions.RayActorError(error_msg="out of\nmemory"))
     with pytest.raises(Unavailable, match="the target actor died: out of memory"):
-        await actor_that(died).find_place(20.0)
+        await actor_that(died).locate(20.0)
 
 
 async def test_a_lack_of_place_names_settings_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:

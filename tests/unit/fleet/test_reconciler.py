@@ -20,7 +20,7 @@ from outrider.fleet import reconciler as module
 from outrider.fleet.reconciler import AWAY_S, SLOW_S, Reconciler, ReconcilerClient, changed
 from outrider.fleet.replica_set import Fleet
 from outrider.registry.registry import ReplicaRecord, Role
-from outrider.replica.place import Place
+from outrider.replica.ray_actor import ActorLocation
 from tests.support.fleet_world import World, resolved
 
 pytestmark = pytest.mark.virtual
@@ -221,7 +221,7 @@ async def test_what_cannot_work_is_refused_and_what_held_still_holds() -> None:
         await found.change({"max_num_seqs": 7})
         await found.change({"autoscale_targets": "1:4"})
         host.missing.add("ngram")
-        host.world.machines.actors[0].place = Place(1, "elsewhere")
+        host.world.machines.actors[0].location = ActorLocation(1, "elsewhere")
         before, saved = await found.spec(), host.world.machines.text
         wrong: tuple[tuple[dict[str, Any], str], ...] = (
             ({"draft_model": "ngram"}, "draft_model: is not to be had"),
@@ -239,7 +239,7 @@ async def test_what_cannot_work_is_refused_and_what_held_still_holds() -> None:
         assert found._autoscaler.config.bounds == {"target": (1, 4)}
         assert (await found.spec(), host.world.machines.text) == (before, saved)
         host.world.machines.failure = None
-        host.world.machines.actors[0].place = Place(1, "here")
+        host.world.machines.actors[0].location = ActorLocation(1, "here")
         await found.change({"max_model_len": 99})
         assert (await found.spec()).given.target.max_num_seqs == 7
 

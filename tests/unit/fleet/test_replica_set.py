@@ -30,7 +30,7 @@ from outrider.fleet.replica_set import (
 )
 from outrider.limits import PROCESS_START_S
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Role, Starts
-from outrider.replica.place import Place
+from outrider.replica.ray_actor import ActorLocation
 from tests.support.fleet_world import Sitter, playing
 
 pytestmark = pytest.mark.virtual
@@ -64,7 +64,7 @@ async def test_a_replica_on_a_drained_node_leaves_once_another_serves() -> None:
     """Replicas on other nodes stay, and an upgrade may begin."""
     async with playing(num_targets=2) as world:
         old, other = world.names("target")
-        world.actor(old).place = Place(1, "here", "there")
+        world.actor(old).location = ActorLocation(1, "here", "there")
         world.machines.drained = {"there"}
         most = 0
         for _ in range(100):
@@ -79,7 +79,7 @@ async def test_a_replica_on_a_drained_node_leaves_once_another_serves() -> None:
 async def test_a_replica_on_a_drained_node_stays_while_no_other_node_has_room() -> None:
     async with playing() as world:
         (old,) = world.names("target")
-        world.actor(old).place = Place(1, "here", "there")
+        world.actor(old).location = ActorLocation(1, "here", "there")
         world.machines.room, world.machines.drained = len(world.machines.actors), {"there"}
         await asyncio.sleep(120)
         assert world.names("target") == [old]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.kernels.threads import NICENESS, RETREAT_S, SLOW_STEPS, TRIAL_STEPS, ContendedThreads
+from outrider.kernels.threads import NICENESS, PROBE_STEPS, RETREAT_S, SLOW_STEPS, ContendedThreads
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ class Machine:
         return found
 
 
-TRIAL = [1, 2] * TRIAL_STEPS
+TRIAL = [1, 2] * PROBE_STEPS
 
 
 def test_fewer_threads_run_while_others_use_the_cores() -> None:

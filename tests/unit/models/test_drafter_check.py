@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from outrider.interfaces.engine import ModelInfo
-from outrider.models.compatibility import trial_tokens
+from outrider.models.compatibility import self_check_tokens
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.drafter_check import TOKENS_WRITTEN, checked_head, read_library
-from outrider.models.target_layers import watched_layers
+from outrider.models.target_layers import tapped_layers
 from tests.support.models import tiny_config, tiny_eagle3, tiny_module
 from tests.support.mtp_models import mtp_target, tiny_mtp
 
@@ -28,10 +28,10 @@ def target() -> Any:
 def fitted_head(target: Any, loaded: LoadedDraftHead, offset: int = 0) -> LoadedDraftHead:
     """A head whose last matrix is fitted to the target's tokens in the trial, from what the head
     reads now, `offset` tokens later."""
-    prompt = torch.tensor([trial_tokens(INFO)])
+    prompt = torch.tensor([self_check_tokens(INFO)])
     text = target.generate(prompt, max_new_tokens=TOKENS_WRITTEN, do_sample=False)
     head: Any = loaded.module
-    with watched_layers(target, head.layer_ids) as taps:
+    with tapped_layers(target, head.layer_ids) as taps:
         likeliest = target(text).logits[0].argmax(-1)
         features = head.fuse(torch.cat([tap.rows_read() for tap in taps], -1))
     chains = features[None, offset : len(features) - 2 + offset]

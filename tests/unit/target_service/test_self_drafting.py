@@ -186,7 +186,7 @@ async def test_a_verdict_stands_without_a_proposal_and_the_target_says_that_it_d
             self.engine = engine
 
         def propose(
-            self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
+            self, requests: Sequence[DraftRequest], features: Sequence[torch.Tensor]
         ) -> list[Proposal]:
             raise RuntimeError("no memory")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import limits
-from outrider.drafters.hidden_states import Features
+from outrider.drafters.features import Features
 from outrider.errors import BadRequest, InvariantError
 from outrider.foundation.tokens import EMPTY_DIGEST
 from outrider.grammar.constraint import Constraint

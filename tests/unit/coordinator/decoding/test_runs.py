@@ -101,7 +101,7 @@ class Repeating(ToyEngine):
         return [torch.empty(num, 1) for num in self._num_rows]
 
     def propose(
-        self, requests: Sequence[DraftRequest], hidden_states: Sequence[torch.Tensor]
+        self, requests: Sequence[DraftRequest], features: Sequence[torch.Tensor]
     ) -> list[Proposal]:
         return [Proposal((1,) * one.num_draft_tokens) for one in requests]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.draft_length.acceptance import FIRST_ACCEPTED, DepthAverages, observed
+from coordinator.draft_length.acceptance import FIRST_ACCEPTED, DepthAverages, depth_counts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 
 DEPTHS = NUM_DRAFT_TOKENS_MAX
@@ -21,7 +21,7 @@ def survival_of(chances: list[float]) -> tuple[float, ...]:
 
 
 def test_without_data_every_depth_has_the_assumed_acceptance() -> None:
-    found = averages().prospects(DEPTHS)
+    found = averages().chances(DEPTHS)
     assert found.committed == pytest.approx([FIRST_ACCEPTED ** (n + 1) for n in range(DEPTHS)])
     assert found.proposed.tolist() == [1.0] * DEPTHS
 
@@ -32,8 +32,8 @@ def test_a_proposal_that_ends_early_says_nothing_of_later_depths(short: tuple[fl
     chance 1/2."""
     one = averages()
     for index in range(4000):
-        one.note(observed(8, (1.0,) * 8 if index % 2 else short))
-    found = one.prospects(8)
+        one.note(depth_counts(8, (1.0,) * 8 if index % 2 else short))
+    found = one.chances(8)
     assert found.committed == pytest.approx([0.5] * 8, abs=0.03)
     assert found.proposed == pytest.approx([1.0 if short else 0.5, *[0.5] * 7], abs=0.03)
 
@@ -42,11 +42,11 @@ def test_a_depth_that_a_session_has_not_tried_follows_the_one_before() -> None:
     """A session with more acceptance at the first depth is expected to have more at the second."""
     shared = averages()
     for _ in range(2000):
-        shared.note(observed(2, survival_of([0.5, 0.4])))
+        shared.note(depth_counts(2, survival_of([0.5, 0.4])))
     own = averages(shared)
     for _ in range(400):
-        own.note(observed(1, (0.75,)))
-    first, both = own.prospects(2).committed
+        own.note(depth_counts(1, (0.75,)))
+    first, both = own.chances(2).committed
     assert first == pytest.approx(0.75, abs=0.02)
     assert both / first == pytest.approx(0.4 * 0.75 / 0.5, abs=0.05)
 
@@ -62,8 +62,8 @@ def test_chances_are_chances(rounds: list[tuple[int, list[float]]], num_asked: i
     own = averages(shared)
     for asked, chances in rounds:
         for one in (own, shared):
-            one.note(observed(asked, survival_of(chances[:asked])))
+            one.note(depth_counts(asked, survival_of(chances[:asked])))
     for one in (own, shared):
-        found = one.prospects(num_asked)
+        found = one.chances(num_asked)
         for values in (found.committed, found.proposed):
             assert all(0.0 <= b <= a <= 1.0 for a, b in zip((1.0, *values), values, strict=False))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
-from coordinator.draft_length.policy import PlayedRound, RoundLength
+from coordinator.draft_length.policy import RoundLength, RoundResult
 from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling_params import Rule
@@ -130,7 +130,7 @@ def test_the_costs_of_a_draft_that_joins_later_start_from_its_table() -> None:
     assert known - before == pytest.approx(0.01, rel=0.1)
     assert (late.load.num_targets, late.load.num_elsewhere) == (2, 3)
     for _ in range(200):
-        late.costs.note_drafted(PlayedRound(1, (1.0,), 1, 10, 0.03, 0.016, 0.0), 0.046)
+        late.costs.note_drafted(RoundResult(1, (1.0,), 1, 10, 0.03, 0.016, 0.0), 0.046)
     measured = late.costs.forecast(1, 10).token_s[0]
     late.hear_load(1, 0, description(table))
     assert late.costs.forecast(1, 10).token_s[0] == measured
@@ -213,7 +213,7 @@ def test_bounds_hold_for_any_history(
         num_tokens = data.draw(st.integers(1, len(chances) + 1))
         draft_s, target_s, more_s = (data.draw(TIMES) for _ in range(3))
         now += more_s
-        control.note(PlayedRound(num, survival, num_tokens, 10, draft_s, target_s, now))
+        control.note(RoundResult(num, survival, num_tokens, 10, draft_s, target_s, now))
         left -= num_tokens
         index += 1
     control.close()

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.draft_length import controller
 from coordinator.draft_length.controller import LengthControl, LengthControls
-from coordinator.draft_length.policy import PlayedRound, RoundLength
+from coordinator.draft_length.policy import RoundLength, RoundResult
 from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 from tests.support.length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
@@ -29,7 +29,7 @@ EAGER = {
 }
 """With these, lengths change within a few rounds, so an influence that must not exist is seen."""
 SHARED_NOISE = [Rule.TOKEN, Rule.BLOCK]
-Notes = Callable[[int, RoundLength], PlayedRound]
+Notes = Callable[[int, RoundLength], RoundResult]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def at_random(seed: int) -> Notes:
     rng, now = random.Random(seed), 0.0
     acceptance, draft_s = rng.random(), rng.choice((0.0005, 0.004, 0.02))
 
-    def note(index: int, length: RoundLength) -> PlayedRound:
+    def note(index: int, length: RoundLength) -> RoundResult:
         nonlocal now
         num = length.num_draft_tokens
         accepted = 0
@@ -55,7 +55,7 @@ def at_random(seed: int) -> Notes:
             accepted += 1
         target_s = rng.uniform(0.01, 0.1)
         now += num * draft_s + target_s
-        return PlayedRound(
+        return RoundResult(
             num,
             tuple(float(depth < accepted) for depth in range(num)),
             1 + accepted,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from coordinator.draft_length.controller import LengthControl, LengthControls
-from coordinator.draft_length.policy import PlayedRound
+from coordinator.draft_length.policy import RoundResult
 from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.sampling_params import Rule
 from tests.support.length_world import BOUND, RUN_AHEAD, description
@@ -82,7 +82,7 @@ def play(
         chance = rng.random()
         num_tokens = min(1 + sum(chance < one for one in survival), num_max - position)
         context = prompt_length + position
-        policy.note(PlayedRound(num, survival, num_tokens, context, draft_s, target_s, now))
+        policy.note(RoundResult(num, survival, num_tokens, context, draft_s, target_s, now))
         position, index = position + num_tokens, index + 1
         unread += num_tokens if num == 0 else 0
     policy.close()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator.draft_length.policy import DraftedBeside, PlayedRound
+from coordinator.draft_length.policy import DraftedBeside, RoundResult
 from coordinator.draft_length.round_cost import MESSAGES_WORK, OUTLIER, CostLine, Load, RoundCosts
 from outrider.interfaces.step_costs import StepCosts
 
@@ -28,7 +28,7 @@ def note_load(
     one: RoundCosts, rows: int, num_tokens: int, round_s: float, target_s: float, context: int
 ) -> None:
     survival = (1.0,) * (rows - 1)
-    one.note_load(PlayedRound(0, survival, num_tokens, context, 0.0, target_s, 0.0), round_s)
+    one.note_load(RoundResult(0, survival, num_tokens, context, 0.0, target_s, 0.0), round_s)
 
 
 def note_drafted(
@@ -42,7 +42,7 @@ def note_drafted(
     work_s: float = 0.0,
 ) -> None:
     target_s = step_s + queue_s
-    played = PlayedRound(
+    played = RoundResult(
         num_proposed, (1.0,) * num_proposed, 1, 0, draft_s, target_s, 0.0, queue_s, work_s=work_s
     )
     one.note_drafted(played, draft_s + target_s + rest_s)
@@ -164,7 +164,7 @@ def test_drafting_costs_other_sessions_tokens(
     for num_drafted in (1, 2, 3) * 700:
         note_load(one, 1, 1, 0.040, 0.040, 0)
         beside = DraftedBeside(num_drafted, num_drafted * draft_s, num_drafted * work_s)
-        played = PlayedRound(num_drafted, (), 1, 0, 0.0, 0.040, 0.0, beside=beside)
+        played = RoundResult(num_drafted, (), 1, 0, 0.0, 0.040, 0.0, beside=beside)
         one.note_drafted(played, 0.040)
     found = one.forecast(3, 0)
     row_s = 0.001 * 0.040 / TARGET.step_seconds(9)

@@ -15,7 +15,7 @@ from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposa
 from coordinator.routing.drafts import NextWanted
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.config.deployment import DraftConfig
-from outrider.drafters.hidden_states import Features
+from outrider.drafters.features import Features
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest, DeadlineExceeded, LinkLost, NotFound
 from outrider.foundation.tokens import TokenSequence

@@ -8,7 +8,7 @@ import sys
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class ActorLocation(NamedTuple):
     """Where an actor runs."""
 
     pid: int
@@ -16,12 +16,12 @@ class Place(NamedTuple):
     ray_node: str = ""  # Ray's id of the node; empty outside Ray
 
 
-class PlacedActor:
+class RayActor:
     """Base class of actors on Ray."""
 
-    async def ping(self) -> Place:
+    async def ping(self) -> ActorLocation:
         """Returns where the actor runs."""
-        return Place(os.getpid(), socket.gethostname(), _ray_node())
+        return ActorLocation(os.getpid(), socket.gethostname(), _ray_node())
 
 
 def _ray_node() -> str:

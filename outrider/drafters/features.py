@@ -1,5 +1,5 @@
-"""Hidden states in messages from a target to an EAGLE-3 head on a draft replica. A *feature* is a
-row with the fused hidden states of one token (`DraftHead.fuse`). Imports no numeric library."""
+"""Features in messages from a target to an EAGLE-3 head on a draft replica. A *feature* is a row
+with the fused hidden states of one token (`DraftHead.fuse`). Imports no numeric library."""
 
 from dataclasses import dataclass
 
