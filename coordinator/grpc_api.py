@@ -44,18 +44,18 @@ class CoordinatorServicer:
         """Streams a generation. If the client disconnects, decoding stops, and the session is
         cancelled after `resume_grace_ms` unless it is resumed."""
         caller = current_caller()
-        asked, trace = request_from_proto(request), _traceparent(context)
-        _end_soon_after(asked.deadline_ms or self._service.config.deadline_ms)
-        return self._events(self._service.streams.generate(asked, caller.tenant, trace))
+        requested, trace = request_from_proto(request), _traceparent(context)
+        _end_soon_after(requested.deadline_ms or self._service.config.deadline_ms)
+        return self._events(self._service.streams.generate(requested, caller.tenant, trace))
 
     def resume(
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
         """Streams the events that the client lacks."""
-        caller, asked = current_caller(), resume_from_proto(request)
-        _end_soon_after(asked.deadline_ms or DEADLINE_MS_MAX)
-        running = self._service.streams.resume(asked, caller.tenant, _traceparent(context))
-        return self._events(running, [asked.session_id])
+        caller, requested = current_caller(), resume_from_proto(request)
+        _end_soon_after(requested.deadline_ms or DEADLINE_MS_MAX)
+        running = self._service.streams.resume(requested, caller.tenant, _traceparent(context))
+        return self._events(running, [requested.session_id])
 
     async def _events(
         self, running: AsyncGenerator[Event], resumes: Sequence[str] = ()

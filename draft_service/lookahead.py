@@ -26,21 +26,21 @@ from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
 from outrider.errors import EngineLost, OutriderError
-from outrider.foundation.tokens import EMPTY_DIGEST, digest_behind
+from outrider.foundation.tokens import EMPTY_DIGEST, digest_after
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.interfaces.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.replica.step_request import Answers, refusal
 from outrider.replica.worker import draft_request
 from outrider.speculation.draft_sampling import LikelyTokens, likely_tokens
-from outrider.speculation.logits_processing import allowed_early, joined_rows
+from outrider.speculation.logits_processing import allowed_by_min_tokens, joined_rows
 from outrider.speculation.outcome_prediction import (
     OutcomeGuesses,
     OutcomeModel,
     OutcomeModels,
     guess_outcomes,
 )
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from outrider.speculation.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class RoundAhead:
         self.guesses: OutcomeGuesses | None = None
         self.chances: dict[Outcome, float] = {}  # the probability of each likely outcome
         self.outcomes: dict[Outcome, AutoregressiveDraft] = {}  # the unfinished drafts
-        self.finished: dict[Outcome, SealedProposal] = {}
+        self.finished: dict[Outcome, EncodedProposal] = {}
         self.kept: dict[Outcome, AutoregressiveDraft] = {}
         """Finished drafts whose sequences still exist. One of them may be the next `basis`."""
         self.num_drawn: dict[Outcome, int] = {}
@@ -102,10 +102,12 @@ class RoundAhead:
             sampling,
             committed,
             len(committed),
-            digest_behind(self.digest, outcome),
+            digest_after(self.digest, outcome),
             session_id=name,
             num_draft_tokens=self.item.num_draft_tokens,
-            allowed=allowed_early(sampling, num_tokens, info.eos_token_ids, info.vocab_size),
+            allowed=allowed_by_min_tokens(
+                sampling, num_tokens, info.eos_token_ids, info.vocab_size
+            ),
         )
 
     def abandon(self, outcome: Outcome) -> AutoregressiveDraft:
@@ -278,13 +280,13 @@ class LookAhead:
         if branch.num_wanted == 0:
             if taken is not None:
                 self._release([taken])
-            return [self._answer(ahead, NOTHING_SEALED)]
+            return [self._answer(ahead, EMPTY_ENCODED_PROPOSAL)]
         branch.deadline = ahead.item.deadline
         ahead.wanted = branch
         return [self._answer_wanted(ahead, branch)] if branch.is_whole else []
 
     def _answer(
-        self, ahead: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
+        self, ahead: RoundAhead, proposal: EncodedProposal, out_of_time: bool = False
     ) -> ProposalReply:
         # A proposal that was drafted before the item came may be too long.
         proposal = proposal.cut(ahead.item.num_draft_tokens)
@@ -379,7 +381,7 @@ class LookAhead:
             else:
                 self._release([branch])
             if branch.token_ids:
-                answers += self._pushed(ahead, outcome, SealedProposal.of(branch.proposal))
+                answers += self._pushed(ahead, outcome, EncodedProposal.of(branch.proposal))
         return answers
 
     def _answer_wanted(self, ahead: RoundAhead, branch: AutoregressiveDraft) -> DraftAnswer:
@@ -389,7 +391,7 @@ class LookAhead:
             if not is_own:
                 self._release([branch])
             return refusal(ahead.item.head.key, branch.error)
-        answer = self._answer(ahead, SealedProposal.of(branch.proposal), branch.deadline.has_cut)
+        answer = self._answer(ahead, EncodedProposal.of(branch.proposal), branch.deadline.has_cut)
         if branch.is_seen and self._drafter.holds(branch):
             ahead.basis = branch
         elif not is_own:
@@ -401,7 +403,7 @@ class LookAhead:
         return answer
 
     def _pushed(
-        self, ahead: RoundAhead, outcome: Outcome, proposal: SealedProposal
+        self, ahead: RoundAhead, outcome: Outcome, proposal: EncodedProposal
     ) -> list[ProposalReply]:
         key, length = ahead.item.head.key, len(ahead.committed)
         reply = ProposalReply(

@@ -21,7 +21,7 @@ from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_request import Answers, AnswerSender, StepRequest, Unfinished, undrawn
 from outrider.replica.token_budget import TokenBudget
 from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Proposer(StepWorker):
             if work.answer is Unfinished.WAITS and not self._waits_for_pages(work):
                 held = self._engine.length(work.head.session_id)
                 length = work.head.committed_length
-                work.answer = ProposalReply(work.head.key, NOTHING_SEALED, length, held)
+                work.answer = ProposalReply(work.head.key, EMPTY_ENCODED_PROPOSAL, length, held)
         self._run([work for work in works if work.answer is None])
 
     def _waits_for_pages(self, work: _Drafting) -> bool:
@@ -241,9 +241,9 @@ class Proposer(StepWorker):
         key, deadline = work.head.key, work.item.deadline
         held = self._engine.length(work.head.session_id)
         if work.is_whole or held < len(work.draft.request.token_ids):
-            sealed = SealedProposal.of(work.draft.proposal)
+            encoded = EncodedProposal.of(work.draft.proposal)
             length = work.head.committed_length
-            work.answer = ProposalReply(key, sealed, length, held, out_of_time=deadline.has_cut)
+            work.answer = ProposalReply(key, encoded, length, held, out_of_time=deadline.has_cut)
         elif deadline.is_over and deadline.close_undrawn():
             work.answer = Answers((undrawn(key),), more=True)
         else:

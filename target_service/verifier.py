@@ -22,7 +22,7 @@ from outrider.drafters.features import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.errors import BadRequest, OutriderError, check
 from outrider.foundation.tokens import extend_digest
 from outrider.grammar.compiler import Grammars
-from outrider.grammar.token_mask import Allowed, TokenMask
+from outrider.grammar.token_mask import AllowedTokens, TokenMask
 from outrider.interfaces.engine import DraftingEngine, Engine, FeatureKeeper, SequenceStep
 from outrider.interfaces.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.kernels.threads import on_threads
@@ -39,9 +39,9 @@ from outrider.speculation.logits_processing import (
     raw_logprobs,
     row_masks,
 )
-from outrider.speculation.proposal import Proposal, SealedProposal, require_q
+from outrider.speculation.proposal import EncodedProposal, Proposal, require_q
 from outrider.speculation.sampling_params import NO_HISTORY, TokenHistory
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ class _Round(Work):
     item: VerifyItem
     proposal: Proposal
     step: SequenceStep  # asks for 0 logits if the step runs only a part of the prefix
-    question: Question
+    verify_input: VerifyInput
     history = NO_HISTORY
-    allowed: Allowed | None = None  # tokens that may follow the committed tokens; None = all
-    untold: int | None = None  # see `RowMasks`
+    allowed: AllowedTokens | None = None  # tokens that may follow the committed tokens; None = all
+    first_without_mask: int | None = None  # see `RowMasks`
 
     @property
     def demand(self) -> SlotDemand:
@@ -73,12 +73,12 @@ class _Round(Work):
         return SlotDemand(self.head, num_drafted, num_drafted + 1, num_reserved=num_reserved)
 
     def ask(self, logits: Tensor) -> None:
-        """Makes the question from the logits of the pass. Raises the errors of `row_masks`."""
+        """Makes the `VerifyInput` from the logits of the pass. Raises the errors of `row_masks`."""
         masks: Sequence[TokenMask | None] = ()
         if self.allowed is not None:
             rows = row_masks(self.allowed, self.proposal)
-            masks, self.untold = rows.masks, rows.untold
-        self.question = Question(
+            masks, self.first_without_mask = rows.masks, rows.first_without_mask
+        self.verify_input = VerifyInput(
             logits, self.sampling, self.history, self.proposal, self.head.noise, masks
         )
 
@@ -90,13 +90,14 @@ class _Round(Work):
 
     def within(self, verdict: Verdict) -> Verdict:
         """Returns `verdict` if its outcome reaches no row that the round cannot use: the row
-        `untold`, whose mask could not be computed, and with log-probabilities a row without them.
-        (A mask may make a row usable whose raw logits are not.) Otherwise returns a verdict that
-        ends with the draft token before this row. The next round then begins at this row, and the
-        session fails, as in plain decoding. Raises `InvariantError` if it is the first row."""
-        rows = [] if self.untold is None else [self.untold]
+        `first_without_mask`, whose mask could not be computed, and with log-probabilities a row
+        without them. (A mask may make a row usable whose raw logits are not.) Otherwise returns a
+        verdict that ends with the draft token before this row. The next round then begins at this
+        row, and the session fails, as in plain decoding. Raises `InvariantError` if it is the first
+        row."""
+        rows = [] if self.first_without_mask is None else [self.first_without_mask]
         if self.item.num_logprobs is not None:
-            is_missing = ~self.question.logits.amax(dim=1).isfinite()
+            is_missing = ~self.verify_input.logits.amax(dim=1).isfinite()
             rows += is_missing.nonzero()[:1, 0].tolist()
         if not rows:
             return verdict
@@ -218,7 +219,7 @@ class Verifier(StepWorker):
             reason = f"got {sampling.top_k}; the vocabulary has {size} tokens"
             raise BadRequest("sampling.top_k", reason)
         require_q(item.proposal, head.rule)
-        work.proposal = item.proposal.open()
+        work.proposal = item.proposal.decode()
 
     def _prepare(self, work: _Round, admitted: Admitted) -> None:
         head, proposal, aligned = work.head, work.proposal, admitted.aligned
@@ -256,7 +257,7 @@ class Verifier(StepWorker):
             except OutriderError as error:
                 self._fail(work, error)
         judged = [work for work in rounds if work.answer is None]
-        verdicts = _verdicts([work.question for work in judged])
+        verdicts = _verdicts([work.verify_input for work in judged])
         for work, verdict in zip(judged, verdicts, strict=True):
             try:
                 work.answer = self._reply(work, verdict)
@@ -268,12 +269,12 @@ class Verifier(StepWorker):
             raise verdict
         item, proposal = work.item, work.proposal
         verdict = work.within(verdict)
-        logits, logprobs = work.question.logits, tuple[PositionLogprobs, ...]()
+        logits, logprobs = work.verify_input.logits, tuple[PositionLogprobs, ...]()
         if item.num_logprobs is not None:
             logprobs = _logprobs(logits, proposal, item.num_logprobs, verdict)
         audited = None
         if item.audit:
-            rows = masked_logits(logits[:-1].cpu(), work.question.masks[:-1])
+            rows = masked_logits(logits[:-1].cpu(), work.verify_input.masks[:-1])
             audited = audit(rows, proposal.token_ids, work.sampling, work.history)
         cached_length = self._engine.length(work.head.session_id)
         expected = work.head.committed_length + len(proposal)
@@ -330,7 +331,7 @@ class Verifier(StepWorker):
         for work, request, proposal in zip(wanting, requests, proposals, strict=True):
             work.answer = replace(
                 work.answer,
-                next_proposal=SealedProposal.of(proposal),
+                next_proposal=EncodedProposal.of(proposal),
                 next_base_length=request.noise.committed_length,
                 next_draft_ms=draft_ms,
                 next_work_ms=draft_ms / len(requests),
@@ -355,7 +356,7 @@ class Verifier(StepWorker):
             length,
             digest,
             num_draft_tokens=min(item.num_next_draft_tokens, room),
-            allowed=None if work.allowed is None else work.allowed.behind(outcome.token_ids),
+            allowed=None if work.allowed is None else work.allowed.advanced(outcome.token_ids),
             deadline=DraftDeadline.after(item.next_budget_us, self._clock),
         )
 
@@ -383,17 +384,17 @@ def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round,
     return wanted
 
 
-def _verdicts(questions: Sequence[Question]) -> list[Verdict | OutriderError]:
-    if not questions:
+def _verdicts(inputs: Sequence[VerifyInput]) -> list[Verdict | OutriderError]:
+    if not inputs:
         return []
-    num, num_rows = len(questions), sum(len(question.logits) for question in questions)
-    if num_rows <= _ROWS_AT_ONCE[questions[0].logits.device.type] or num == 1:
+    num, num_rows = len(inputs), sum(len(verify_input.logits) for verify_input in inputs)
+    if num_rows <= _ROWS_AT_ONCE[inputs[0].logits.device.type] or num == 1:
         try:
-            return [*verdicts_from_logits(questions)]
+            return [*verdicts_from_logits(inputs)]
         except OutriderError as error:
             if num == 1:
                 return [error]
-    return [*_verdicts(questions[: num // 2]), *_verdicts(questions[num // 2 :])]
+    return [*_verdicts(inputs[: num // 2]), *_verdicts(inputs[num // 2 :])]
 
 
 def _logprobs(

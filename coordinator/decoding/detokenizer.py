@@ -34,13 +34,16 @@ class Completion:
     `min_tokens` tokens, only `max_tokens` can end the answer, and stop strings are shown."""
 
     def __init__(
-        self, asked: GenerationParameters, eos_token_ids: Sequence[int], stream: TextStream | None
+        self,
+        parameters: GenerationParameters,
+        eos_token_ids: Sequence[int],
+        stream: TextStream | None,
     ) -> None:
-        self._max_tokens = asked.max_tokens
-        self._min_tokens = asked.sampling.min_tokens
-        self._stop = asked.stop
-        self._eos = frozenset(() if asked.ignore_eos else eos_token_ids)
-        self._ends = self._eos.union(asked.sampling.stop_token_ids)
+        self._max_tokens = parameters.max_tokens
+        self._min_tokens = parameters.sampling.min_tokens
+        self._stop = parameters.stop
+        self._eos = frozenset(() if parameters.ignore_eos else eos_token_ids)
+        self._ends = self._eos.union(parameters.sampling.stop_token_ids)
         self._stream = stream
         self._held = ""
         self.num_tokens = 0

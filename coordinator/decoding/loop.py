@@ -26,13 +26,13 @@ from outrider.interfaces.messages import PositionLogprobs, VerdictReply
 from outrider.interfaces.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Outcome, decide, survival
-from outrider.speculation.proposal import NOTHING_SEALED
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL
 from outrider.speculation.random_streams import RoundNoise
 from outrider.telemetry.observer import SILENT, RequestObserver
 
 _log = logging.getLogger(__name__)
 
-_NOT_DRAFTED = Drafted(NOTHING_SEALED, "fallback", seconds=0.0, num_asked=0)
+_NOT_DRAFTED = Drafted(EMPTY_ENCODED_PROPOSAL, "fallback", seconds=0.0, num_asked=0)
 COMMIT_GRACE_S = 2.0
 """Time after the deadline for committing the tokens that were decided before the deadline."""
 
@@ -246,7 +246,7 @@ class SessionRun:
         self._observer.answered(
             "target", verify_s, reply.queue_ms, reply.compute_ms, asked=self._target.was_asked
         )
-        self._draft.hear(reply)
+        self._draft.on_verdict(reply)
         proposal = self._target.verified
         if len(proposal) < len(drafted.proposal):
             self._draft.reject()

@@ -96,7 +96,7 @@ def replay(
     known = completion.push(token_ids[:first])
     reason = known.finish_reason
     text, events = known.text, []
-    told = len(text) if request.num_characters is None else request.num_characters
+    num_sent = len(text) if request.num_characters is None else request.num_characters
     starts = {*range(first, len(token_ids), step), *request.cuts, len(token_ids)}
     for start, end in pairwise(
         sorted(index for index in starts if first <= index <= len(token_ids))
@@ -107,12 +107,12 @@ def replay(
         reason, text = piece.finish_reason, text + piece.text
         origins = (Origin.STORED,) * len(chunk)
         logprobs = tuple(read_logprobs(line) for line in lines[start:end])
-        events.append(Tokens(start, chunk, text[told:], origins, logprobs))
-        told = max(told, len(text))
+        events.append(Tokens(start, chunk, text[num_sent:], origins, logprobs))
+        num_sent = max(num_sent, len(text))
     if record.finish_reason is not None and reason is None:
         text += completion.finish()
-        if text[told:]:
-            events.append(Tokens(len(token_ids), (), text[told:], (), ()))
+        if text[num_sent:]:
+            events.append(Tokens(len(token_ids), (), text[num_sent:], (), ()))
     return Replayed(completion, tuple(events), reason)
 
 

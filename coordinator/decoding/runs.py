@@ -65,7 +65,7 @@ class RunStarter:
             draft = open_drafts(self._drafts, target, self._fallback, self._config)
             trial = drafter = None
             num_elsewhere = sum(peer.load for peer in self._fleet.peers)
-            self.lengths.hear_load(
+            self.lengths.update_load(
                 len(self._targets.present), num_elsewhere, self._drafts.first_kept
             )
             tried = self._targets.on_trial or self._drafts.on_trial

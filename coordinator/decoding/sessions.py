@@ -39,7 +39,7 @@ from outrider.sessions.store import (
     contended,
     released,
 )
-from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.proposal import EncodedProposal
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class OwnedSessions:
         try:
             for index, start in enumerate(range(0, len(scored), limits.NUM_DRAFT_TOKENS_MAX)):
                 part = tuple(scored[start : start + limits.NUM_DRAFT_TOKENS_MAX])
-                proposal = SealedProposal(part).without_q(parameters.rule)
+                proposal = EncodedProposal(part).without_q(parameters.rule)
                 async with asyncio.timeout_at(deadline):
                     reply = await target.verify(index, proposal)
                 yield part, reply

@@ -133,7 +133,7 @@ class LengthControls:
     def costs(self) -> RoundCosts:
         return self.learned().costs
 
-    def hear_load(
+    def update_load(
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:
         """Updates the `load`. If the draft's weights have changed, forgets the measured times of

@@ -140,20 +140,24 @@ class Answer(EventStream):
     """Content of an extra last chunk of each choice."""
 
     def __init__(
-        self, asked: TranslatedBody, text: TokenizerText | None, num_draft_tokens: int, created: int
+        self,
+        translated: TranslatedBody,
+        text: TokenizerText | None,
+        num_draft_tokens: int,
+        created: int,
     ) -> None:
         """`num_draft_tokens` is the server's default. `created` is a time in seconds since 1970."""
-        self._asked = asked
-        body, self.is_stream = asked.body, asked.body.stream
+        self._translated = translated
+        body, self.is_stream = translated.body, translated.body.stream
         self._options, self._has_ids = StreamOptions(), False
         if isinstance(body, StreamedBody):
             self._options = body.stream_options or self._options
             self._has_ids = body.return_token_ids
-        given = asked.requests[0].num_draft_tokens
+        given = translated.requests[0].num_draft_tokens
         self._num_draft_tokens = num_draft_tokens if given is None else given
         self._choices = [
-            _Choice(text, asked.form, request.prompt if asked.echoes else "")
-            for request in asked.requests
+            _Choice(text, translated.form, request.prompt if translated.echoes else "")
+            for request in translated.requests
         ]
         self._envelope: Json = {"id": "", "object": "", "created": created, "model": ""}
         self._rounds: Counter[tuple[int, int]] = Counter()
@@ -190,7 +194,7 @@ class Answer(EventStream):
                 choice.num_tokens += len(event.token_ids)
                 choice.parts += choice.reader.push(event.text_delta)
                 choice.token_ids += event.token_ids
-                if self._asked.has_logprobs:
+                if self._translated.has_logprobs:
                     choice.scored += choice.scorer.score(event.token_ids, event.logprobs)
             case RoundReport():
                 self._rounds[len(event.proposed_token_ids), event.num_accepted] += 1
@@ -204,7 +208,7 @@ class Answer(EventStream):
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
         # Without tools and reasoning, each round sends a chunk, even if the round adds no text.
-        is_round = isinstance(event, PromptTokens | Tokens) and self._asked.form == PLAIN
+        is_round = isinstance(event, PromptTokens | Tokens) and self._translated.form == PLAIN
         if choice.parts or is_round or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
             choice.parts, choice.token_ids, choice.scored = [], [], []
@@ -235,7 +239,7 @@ class Answer(EventStream):
         finished: Finished | None = None,
         tokens: _Choice | None = None,
     ) -> Json:
-        form, reason = self._asked.form, finished and str(finished.finish_reason)
+        form, reason = self._translated.form, finished and str(finished.finish_reason)
         if reason in _CUT_OFF:  # OpenAI's API does not have these reasons.
             reason = "length"
         elif reason == FinishReason.STOP and form.calls != ARGUMENTS:
@@ -247,7 +251,7 @@ class Answer(EventStream):
             "finish_reason": reason,
             "stop_reason": finished and stop_reason(finished),
         }
-        if tokens is not None and self._asked.has_logprobs:
+        if tokens is not None and self._translated.has_logprobs:
             choice_object["logprobs"] = self.logprobs(tokens.scored)
         if tokens is not None and self._has_ids:
             choice_object["token_ids"] = tokens.token_ids
@@ -255,9 +259,16 @@ class Answer(EventStream):
 
     def _usage(self) -> schemas.Usage:
         # The `n` choices of a prompt follow each other. The prompt counts once for all of them.
-        asked = sum(choice.num_prompt_tokens for choice in self._choices[:: self._asked.n])
-        told = sum(choice.num_tokens for choice in self._choices)
-        return {"prompt_tokens": asked, "completion_tokens": told, "total_tokens": asked + told}
+        prompt_tokens = sum(
+            choice.num_prompt_tokens for choice in self._choices[:: self._translated.n]
+        )
+        completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        total = prompt_tokens + completion_tokens
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": total,
+        }
 
     def _metrics(self) -> schemas.AnswerMetrics:
         """Returns statistics of all choices together, with vLLM's names and meanings. Only rounds
@@ -275,7 +286,7 @@ class Answer(EventStream):
             "num_draft_tokens": proposed,
             "num_accepted_draft_tokens": accepted,
         }
-        if self._asked.requests[0].include_rounds:
+        if self._translated.requests[0].include_rounds:
             by_length = {
                 length: [self._rounds[length, number] for number in range(length + 1)]
                 for length in sorted({length for length, _ in self._rounds})

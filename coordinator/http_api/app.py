@@ -156,7 +156,7 @@ class Generations:
     def answer(
         self,
         request: Request,
-        asked: TranslatedBody,
+        translated: TranslatedBody,
         kind: Callable[..., EventStream],
         headers: RepeatHeaders,
         session_id: str = "",
@@ -164,7 +164,7 @@ class Generations:
         """Responds with an answer of the class `kind`. If `session_id` is given, the response has
         the rest of this session's answer. Raises `BadRequest` for an unusable `Last-Event-ID`."""
         service = self._service
-        answer = kind(asked, service.text, service.config.num_draft_tokens, int(time.time()))
+        answer = kind(translated, service.text, service.config.num_draft_tokens, int(time.time()))
         key, event_id = headers.idempotency_key, headers.last_event_id
         if event_id is not None and not (answer.is_stream and (key or session_id)):
             reason = (
@@ -172,14 +172,14 @@ class Generations:
                 "with POST /v1/sessions/ID/resume"
             )
             raise BadRequest("Last-Event-ID", reason)
-        progress = Progress(len(asked.requests), event_id)
-        events = self._events(request, asked, progress, key, session_id)
+        progress = Progress(len(translated.requests), event_id)
+        events = self._events(request, translated, progress, key, session_id)
         return Generated(events, answer, progress)
 
     async def _events(
         self,
         request: Request,
-        asked: TranslatedBody,
+        translated: TranslatedBody,
         progress: Progress,
         key: str | None,
         session_id: str,
@@ -191,10 +191,10 @@ class Generations:
         choice ends. No choice runs before all are admitted. Raises `BadRequest` if the
         caller may not run so many choices at a time. Also raises the service's errors."""
         service, caller = self._service, cast(Caller, request.state.caller)
-        tenant, number, resumed = caller.tenant, len(asked.requests), list[str]()
+        tenant, number, resumed = caller.tenant, len(translated.requests), list[str]()
         if 0 < caller.concurrency < number:
             raise BadRequest(
-                "n" if asked.n > 1 else "prompt",
+                "n" if translated.n > 1 else "prompt",
                 f"asks for {number} generations; the key {caller.name!r} may run "
                 f"{caller.concurrency} at a time",
             )
@@ -206,7 +206,7 @@ class Generations:
                 resume = progress.resume_request(0, session_id)
                 streams = [service.streams.resume(resume, tenant, trace, outlasts_errors=True)]
             elif key is None:
-                each = asked.requests
+                each = translated.requests
                 streams = [
                     service.streams.generate(generation, tenant, trace, resumable=False)
                     for generation in each
@@ -220,7 +220,7 @@ class Generations:
                         generation, own, progress.resume_request(index), tenant, trace
                     )
                     for index, (generation, own) in enumerate(
-                        zip(asked.requests, keys, strict=True)
+                        zip(translated.requests, keys, strict=True)
                     )
                 ]
                 if all(key.session_id for key in keys):
@@ -344,8 +344,8 @@ def _add_generation(
         )
         form = AnswerForm(**json.loads(parameters.answer_form or "{}"))
         echoes = parameters.prompt_logprobs is not None
-        asked = TranslatedBody(body, (parameters,), echoes=echoes, form=form)
-        return runs.answer(request, asked, _RESUMED[prefix], headers, session_id)
+        translated = TranslatedBody(body, (parameters,), echoes=echoes, form=form)
+        return runs.answer(request, translated, _RESUMED[prefix], headers, session_id)
 
     described = {"description": _EVENTS, "content": {"text/event-stream": {}}}
 
@@ -356,14 +356,16 @@ def _add_generation(
             raise BadRequest("stream", "must be true or left out, because the answer is a stream")
         if isinstance(body, CompletionBody) and body.echo:
             raise BadRequest("echo", "is allowed only in POST /v1/completions; leave it out")
-        asked = body.translate()
-        if len(asked.requests) != 1:
-            field = "n" if asked.n > 1 else "prompt"
-            raise BadRequest(field, f"asks for {len(asked.requests)} answers; allowed: 1")
-        [generation] = asked.requests
+        translated = body.translate()
+        if len(translated.requests) != 1:
+            field = "n" if translated.n > 1 else "prompt"
+            raise BadRequest(field, f"asks for {len(translated.requests)} answers; allowed: 1")
+        [generation] = translated.requests
         generation = replace(generation, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
-        asked = replace(asked, requests=(generation,))
-        return runs.answer(request, asked, lambda *_: answers.NativeEvents(service.text), headers)
+        translated = replace(translated, requests=(generation,))
+        return runs.answer(
+            request, translated, lambda *_: answers.NativeEvents(service.text), headers
+        )
 
 
 def _add_tokens(app: FastAPI, service: CoordinatorService) -> None:
@@ -371,9 +373,9 @@ def _add_tokens(app: FastAPI, service: CoordinatorService) -> None:
     @app.post("/tokenize", responses={200: {"model": schemas.Tokenized}})
     async def tokenize(body: bodies.TokenizeBody, request: Request) -> Response:
         """Returns the tokens of a prompt, and their number."""
-        asked, special = body.translate(), body.add_special_tokens is not False
+        translated, special = body.translate(), body.add_special_tokens is not False
         tenant = request.state.caller.tenant
-        token_ids = await service.admission.tokenize(asked.requests[0], special, tenant)
+        token_ids = await service.admission.tokenize(translated.requests[0], special, tenant)
 
         def as_json() -> str:
             strs, text, length = None, service.text, service.served.max_model_len

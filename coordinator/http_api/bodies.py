@@ -628,7 +628,7 @@ class CompletionBody(ChoicesBody):
         )
         names = [f"prompt[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
         each = [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
-        asked = self._translated(
+        translated = self._translated(
             dict(zip(names, each, strict=True)),
             "max_tokens",
             max_tokens=self.max_tokens,
@@ -636,7 +636,7 @@ class CompletionBody(ChoicesBody):
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )
-        return replace(asked, echoes=self.echo)
+        return replace(translated, echoes=self.echo)
 
 
 class TokenizeBody(Body):

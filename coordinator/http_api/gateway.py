@@ -216,14 +216,14 @@ class Forwarded(LiveResponse):
         extensions: dict[str, object] = {"timeout": _TIMEOUT.as_dict()}
         if self._coordinators.tls_name:
             extensions["sni_hostname"] = self._coordinators.tls_name
-        asked = httpx2.Request(
+        outgoing = httpx2.Request(
             self._method,
             httpx2.URL(url).copy_with(raw_path=self._target),
             headers=headers,
             content=_parts(self._body) if size else None,
             extensions=extensions,
         )
-        response = await self._coordinators.transport.handle_async_request(asked)
+        response = await self._coordinators.transport.handle_async_request(outgoing)
         try:
             if response.headers.get("content-type", "").startswith("text/event-stream"):
                 await self._pass_on(response, send)

@@ -68,20 +68,20 @@ def json_response(
 def error_body(error: Exception) -> ErrorBody:
     """Returns the body for an error. An error that is not an `OutriderError` is a bug, and the
     client gets only a general message. Logs the traceback of errors with status 500."""
-    shown = errors.OutriderError("internal error; the server's log has its traceback")
+    reported = errors.OutriderError("internal error; the server's log has its traceback")
     if isinstance(error, errors.OutriderError):
-        shown = error
-    if shown.http_status == 500:
+        reported = error
+    if reported.http_status == 500:
         _log.error("a request failed", exc_info=error)
-    count_refusal(shown)
-    name, code, param = _KINDS[shown.http_status]
-    if isinstance(shown, errors.BadRequest):
-        param = shown.field or None
-    if isinstance(shown, errors.Overloaded) and shown.of_server:
+    count_refusal(reported)
+    name, code, param = _KINDS[reported.http_status]
+    if isinstance(reported, errors.BadRequest):
+        param = reported.field or None
+    if isinstance(reported, errors.Overloaded) and reported.of_server:
         code = SERVER_FULL
-    if isinstance(shown, errors.SessionNotFound):
+    if isinstance(reported, errors.SessionNotFound):
         code, param = _CODES[404], None
-    return _body(shown.message, name, param, code)
+    return _body(reported.message, name, param, code)
 
 
 def error_response(error: Exception) -> Response:

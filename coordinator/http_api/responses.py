@@ -351,7 +351,7 @@ class ResponseAnswer(ChatAnswer):
         return "completed" if is_whole else "incomplete"
 
     def _response(self, status: schemas.ResponseStatus, error: Json | None = None) -> Json:
-        sampling = self._asked.requests[0].sampling
+        sampling = self._translated.requests[0].sampling
         [choice] = self._choices
         response: schemas.ResponseObject = {
             "id": self._envelope["id"],
@@ -380,4 +380,4 @@ class ResponseAnswer(ChatAnswer):
             }
             response["stop_reason"] = stop_reason(choice.finished)
             response["metrics"] = self._metrics()
-        return {**response, **self._asked.body.model_dump(include=_REPEATED), **_ALWAYS}
+        return {**response, **self._translated.body.model_dump(include=_REPEATED), **_ALWAYS}

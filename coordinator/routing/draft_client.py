@@ -35,14 +35,14 @@ from outrider.interfaces.messages import (
     VerifyItem,
 )
 from outrider.sessions.store import CacheState
-from outrider.speculation.proposal import SealedProposal, require_q
+from outrider.speculation.proposal import EncodedProposal, require_q
 from outrider.speculation.random_streams import RoundNoise
 
 _log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Pause before a draft that failed is asked again."""
-_VAIN_FEEDS_MAX = 2
+_USELESS_FEEDS_MAX = 2
 """A *feed* is a message that brings features to the draft. If this many feeds in a row do not
 lengthen the draft's cached prefix, the session sends nothing to the draft for `RETRY_S`."""
 
@@ -117,7 +117,7 @@ class _ModelDrafts(Drafts):
     def close(self) -> None:
         self._lookup.close()
 
-    def _check(self, proposal: SealedProposal, num_draft_tokens: int) -> None:
+    def _check(self, proposal: EncodedProposal, num_draft_tokens: int) -> None:
         if len(proposal) > num_draft_tokens:
             raise errors.InvariantError(
                 f"the proposal has {len(proposal)} tokens; {num_draft_tokens} are allowed"
@@ -125,7 +125,7 @@ class _ModelDrafts(Drafts):
         require_q(proposal, self._session.record.rule)
 
     def _is_fit(
-        self, proposal: SealedProposal, num_draft_tokens: int = limits.NUM_DRAFT_TOKENS_MAX
+        self, proposal: EncodedProposal, num_draft_tokens: int = limits.NUM_DRAFT_TOKENS_MAX
     ) -> bool:
         try:
             self._check(proposal, num_draft_tokens)
@@ -149,11 +149,11 @@ class DraftClient(_ModelDrafts):
         self._clock = asyncio.get_running_loop().time
         self._observer = context.observer
         self._reads_features = pool.first is not None and pool.first.reads_features
-        self._brought: Features | None = None
+        self._features: Features | None = None
         """Hidden states that came with the newest verdict, until they are sent to the draft."""
         self._held_before = 0
         """Number of tokens that the draft held before the newest feed, as far as known."""
-        self._num_vain = 0
+        self._num_useless_feeds = 0
         """Number of consecutive feeds that did not lengthen the draft's cached prefix."""
         self._is_behind = False
         """Whether the draft lacks features, so that it cannot propose in this round."""
@@ -165,11 +165,11 @@ class DraftClient(_ModelDrafts):
         self._route.on_pushed = lambda reply: self._pushed.put(reply)
         self._is_late = False
         """Whether this round's proposal did not arrive within its time limit."""
-        self._held: ProposalReply | None = None
+        self._reply: ProposalReply | None = None
         """The reply with this round's proposal; None = no proposal."""
-        self._looked_for = 0
+        self._num_ahead = 0
         """K of the newest message to the draft. Each proposal drafted ahead has up to K tokens."""
-        self._ask_again_at = 0.0
+        self._retry_at = 0.0
         """Earliest time of the next message to a draft that failed, or of the next feed."""
 
     @property
@@ -180,8 +180,8 @@ class DraftClient(_ModelDrafts):
         if self._reads_features:
             return  # The draft needs features of the prompt, which the first verdict brings.
         number = self._route.begin(0)
-        self._looked_for = min(num_draft_tokens, self._model_tokens)
-        self._try_send(number, self._looked_for if self._look_ahead else 0, ())
+        self._num_ahead = min(num_draft_tokens, self._model_tokens)
+        self._try_send(number, self._num_ahead if self._look_ahead else 0, ())
         # The draft handles a session's messages in order, so it prefills before it reads the next
         # message. If this prefill is lost, the draft answers the next message with `Resync`.
         self._route.cached_length = self._session.length
@@ -192,17 +192,17 @@ class DraftClient(_ModelDrafts):
         if not length.is_timed and self._look_ahead > 0:
             # Times decide how much is drafted ahead, and must not shorten an untimed proposal.
             self._look_ahead, self._pushed = 0, PushedProposals()
-        self._hear_feed()
+        self._read_feed_answer()
         if self._is_hybrid:
             guess, score = self._lookup.propose(num_wanted, noise)
             if score >= self._confident:
-                if self._brought is not None:
+                if self._features is not None:
                     self._feed(self._route.begin(round_index))
                 elif self._look_ahead > 0:
                     number = self._route.begin(round_index)
                     self._pushed.begin(number, self._session.tokens)
-                    self._looked_for = min(num_wanted, self._model_tokens)
-                    self._tell_soon(number, self._looked_for, guess)
+                    self._num_ahead = min(num_wanted, self._model_tokens)
+                    self._send_soon(number, self._num_ahead, guess)
                 return Drafted(guess, "local", self._clock() - start, num_wanted)
         num_drawn = min(num_wanted, self._model_tokens)
         if num_drawn < num_wanted:
@@ -237,33 +237,33 @@ class DraftClient(_ModelDrafts):
         if self._route.is_left:
             self._move()
         number = self._route.begin(round_index)
-        looked_for, self._looked_for = self._looked_for, num_wanted
-        was_looked_for = (
+        num_ahead, self._num_ahead = self._num_ahead, num_wanted
+        was_drafted_ahead = (
             self._look_ahead > 0
-            and looked_for > 0
+            and num_ahead > 0
             and not self._route.is_left
             and self._pushed.expects(number)
         )
         pushed = self._pushed.begin(number, self._session.tokens)
         is_ahead = pushed is not None and self._is_fit(pushed.proposal)
         if is_ahead:
-            self._held = pushed
+            self._reply = pushed
         else:
-            if was_looked_for:
+            if was_drafted_ahead:
                 self._observer.count("look_ahead_misses")
-            self._held = await self._ask(number, length, start)
-        if self._held is None or self._is_late:
+            self._reply = await self._ask(number, length, start)
+        if self._reply is None or self._is_late:
             return None
-        reply, proposal, seconds = self._held, self._held.proposal, 0.0
+        reply, proposal, seconds = self._reply, self._reply.proposal, 0.0
         if is_ahead:
             self._route.cached_length = reply.cached_length
             proposal = proposal.cut(num_wanted)
-            self._tell_soon(number, num_wanted, proposal)
+            self._send_soon(number, num_wanted, proposal)
         else:
             seconds = self._clock() - start
-        # The answer to a request may have been drafted ahead, with at most `looked_for` tokens.
-        is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_wanted
-        num_asked = looked_for if is_cut else num_wanted
+        # The answer to a request may have been drafted ahead, with at most `num_ahead` tokens.
+        is_cut = self._look_ahead > 0 and len(proposal) == num_ahead < num_wanted
+        num_asked = num_ahead if is_cut else num_wanted
         if reply.out_of_time and not is_ahead:
             num_asked = len(proposal)
         return Drafted(
@@ -281,7 +281,7 @@ class DraftClient(_ModelDrafts):
         """Asks the replica. Returns its reply, or None in the cases that `_by_replica` lists."""
         self._is_behind = self._lacks_features
         if not self._route.is_responsive:
-            self._probe(number, length)
+            self._retry(number, length)
             return None
         num_wanted = length.num_draft_tokens
         wait_s, draw_until = float(limits.UNTIMED_DRAFT_S), math.inf
@@ -312,9 +312,9 @@ class DraftClient(_ModelDrafts):
                 )
         except (TimeoutError, errors.OutriderError) as error:
             self._is_late = isinstance(error, TimeoutError | errors.DeadlineExceeded)
-            self._lose(error)
+            self._on_error(error)
             return None
-        self._brought = None
+        self._features = None
         self._is_late = answer.out_of_time and not answer.proposal
         return answer
 
@@ -322,23 +322,23 @@ class DraftClient(_ModelDrafts):
         needs_features = self._reads_features and length.is_timed
         if not needs_features or not self._route.is_responsive or length.next_max == 0:
             return NOTHING_WANTED
-        if self._brought is not None and self._route.awaited is not None:
-            return NOTHING_WANTED  # The features in `_brought` must be sent first.
-        held = self._route.cached_length if self._held is None else self._held.cached_length
+        if self._features is not None and self._route.awaited is not None:
+            return NOTHING_WANTED  # `_features` must be sent first.
+        held = self._route.cached_length if self._reply is None else self._reply.cached_length
         return NextWanted(features_from=max(0, held - 1))
 
-    def hear(self, reply: VerdictReply) -> None:
+    def on_verdict(self, reply: VerdictReply) -> None:
         is_newest = reply.features is not None or self._route.awaited is None
         if self._reads_features and is_newest:
-            self._brought = reply.features
+            self._features = reply.features
 
     def settle(self, common_length: int) -> None:
-        if self._held is not None:
-            self._route.cached_length = min(self._held.cached_length, common_length)
-            self._held = None
+        if self._reply is not None:
+            self._route.cached_length = min(self._reply.cached_length, common_length)
+            self._reply = None
 
     def reject(self) -> None:
-        self._held = None
+        self._reply = None
         self._pushed = PushedProposals()
         self._route.reject()
         self._move()
@@ -347,16 +347,16 @@ class DraftClient(_ModelDrafts):
         super().close()
         self._route.close()
 
-    def _tell_soon(self, number: int, num_draft_tokens: int, proposal: SealedProposal) -> None:
+    def _send_soon(self, number: int, num_draft_tokens: int, proposal: EncodedProposal) -> None:
         """Sends this round's proposal to the draft, which then drafts ahead. Waits two turns of the
         event loop, so that the message to the target is sent first."""
 
-        def tell() -> None:
+        def send() -> None:
             if self._route.is_responsive:
                 self._try_send(number, num_draft_tokens, proposal.token_ids)
 
         loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, tell)
+        loop.call_soon(loop.call_soon, send)
 
     def _try_send(self, number: int, num_draft_tokens: int, held: tuple[int, ...]) -> bool:
         """Sends a message, and returns whether this succeeded. If the replica is out of reach,
@@ -364,7 +364,7 @@ class DraftClient(_ModelDrafts):
         try:
             self._send(number, num_draft_tokens, held)
         except (errors.LinkLost, errors.Overloaded) as error:
-            self._lose(error)
+            self._on_error(error)
             return False
         return True
 
@@ -377,71 +377,71 @@ class DraftClient(_ModelDrafts):
     ) -> None:
         head = self._route.head(number)
         self._route.send(
-            DraftItem(head, num_draft_tokens, self._look_ahead, held, self._brought, budget)
+            DraftItem(head, num_draft_tokens, self._look_ahead, held, self._features, budget)
         )
 
     @property
-    def _reach(self) -> int:
-        """Number of committed tokens that the draft will hold after it has processed `_brought`. To
-        process a token, the draft needs the feature of the previous token."""
-        held, features = self._route.cached_length, self._brought
+    def _length_after_feed(self) -> int:
+        """Number of committed tokens that the draft will hold after it has processed `_features`.
+        To process a token, the draft needs the feature of the previous token."""
+        held, features = self._route.cached_length, self._features
         if features is None or features.first >= max(1, held):
             return held
         return max(held, min(features.end + 1, self._session.length))
 
     @property
     def _lacks_features(self) -> bool:
-        return self._reads_features and self._reach < self._session.length
+        return self._reads_features and self._length_after_feed < self._session.length
 
     def _feed(self, number: int) -> None:
-        """Sends `_brought` to the draft, unless a feed of the last `RETRY_S` is unanswered."""
-        held, reach, now = self._route.cached_length, self._reach, self._clock()
-        is_waiting = self._route.awaited is not None and now < self._ask_again_at
-        if not self._route.is_responsive or is_waiting or reach <= held:
+        """Sends `_features` to the draft, unless a feed of the last `RETRY_S` is unanswered."""
+        held, length, now = self._route.cached_length, self._length_after_feed, self._clock()
+        is_waiting = self._route.awaited is not None and now < self._retry_at
+        if not self._route.is_responsive or is_waiting or length <= held:
             return
         if self._try_send(number, 0, ()):
-            self._route.awaited, self._ask_again_at = number, now + RETRY_S
-            self._held_before, self._route.cached_length, self._brought = held, reach, None
+            self._route.awaited, self._retry_at = number, now + RETRY_S
+            self._held_before, self._route.cached_length, self._features = held, length, None
 
-    def _hear_feed(self) -> None:
+    def _read_feed_answer(self) -> None:
         """Reads the answer to the newest feed, if it has arrived. The draft may hold more tokens
         than expected (from pages of other sessions), or fewer (if it ran out of pages)."""
         answer = self._route.take_awaited()
         if answer is None:
             return
         if isinstance(answer, Refused):
-            self._lose(errors.error_from_code(answer.code, answer.message))
+            self._on_error(errors.error_from_code(answer.code, answer.message))
             return
         if isinstance(answer, Resync):
             self._route.resync(answer)
         else:
             self._route.cached_length = answer.cached_length
-        is_vain = self._route.cached_length <= self._held_before
-        self._num_vain = self._num_vain + 1 if is_vain else 0
-        if self._num_vain == _VAIN_FEEDS_MAX:
-            self._num_vain, self._route.is_responsive = 0, False
-            self._ask_again_at = self._clock() + RETRY_S
+        is_useless = self._route.cached_length <= self._held_before
+        self._num_useless_feeds = self._num_useless_feeds + 1 if is_useless else 0
+        if self._num_useless_feeds == _USELESS_FEEDS_MAX:
+            self._num_useless_feeds, self._route.is_responsive = 0, False
+            self._retry_at = self._clock() + RETRY_S
 
-    def _lose(self, error: Exception) -> None:
+    def _on_error(self, error: Exception) -> None:
         _log.debug("the draft failed, and the round continues without it: %r", error)
         if isinstance(error, errors.Unavailable) and not isinstance(error, errors.LinkLost):
             self._route.mark_away()
         self._route.is_responsive = False
         if isinstance(error, errors.Unavailable):
             self._move()
-        self._ask_again_at = self._clock() + RETRY_S
+        self._retry_at = self._clock() + RETRY_S
 
     def _move(self) -> None:
         if self._route.move():
             self._route.is_responsive = True
-            self._brought = None  # The new draft may need other features.
+            self._features = None  # The new draft may need other features.
 
-    def _probe(self, number: int, length: RoundLength) -> None:
+    def _retry(self, number: int, length: RoundLength) -> None:
         """Asks a failed draft again, at most once per `RETRY_S`. Does not wait for the answer."""
         now = self._clock()
-        if now < self._ask_again_at:
+        if now < self._retry_at:
             return
-        self._ask_again_at = now + RETRY_S
+        self._retry_at = now + RETRY_S
         with suppress(errors.LinkLost, errors.Overloaded):
             budget = budget_us(self._draft_s if length.is_timed else math.inf)
             self._send(number, length.num_draft_tokens, budget=budget)
@@ -501,7 +501,7 @@ class SelfDraftClient(_ModelDrafts):
         self._wanted = NextWanted(num_wanted, budget_us=budget)
         return self._wanted
 
-    def hear(self, reply: VerdictReply) -> None:
+    def on_verdict(self, reply: VerdictReply) -> None:
         proposal, num_wanted = reply.next_proposal, self._wanted.num_draft_tokens
         self._reply = reply if proposal and self._is_fit(proposal, num_wanted) else None
 

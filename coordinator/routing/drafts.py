@@ -12,7 +12,7 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.foundation.values import value
 from outrider.interfaces.messages import VerdictReply
 from outrider.sessions.store import CacheState
-from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.proposal import EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 
 Source = Literal["replica", "local", "fallback"]
@@ -24,7 +24,7 @@ drafter. fallback: a look-up in place of a draft or head that has no proposal.""
 class Drafted:
     """A round's proposal, its source, and its times."""
 
-    proposal: SealedProposal
+    proposal: EncodedProposal
     source: Source
     seconds: float
     """Time for which the round waited for the proposal."""
@@ -63,7 +63,7 @@ class SessionLookup:
         self._session = context.session
         self._sampling = context.parameters.sampling
 
-    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
+    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[EncodedProposal, float]:
         """Returns a proposal of at most `num_draft_tokens` tokens, and the number of accepted
         tokens that the look-up expects."""
         session = self._session
@@ -79,7 +79,7 @@ class SessionLookup:
             noise=noise,
         )
         guess = self._lookup.guess(request)
-        return SealedProposal.of(guess.proposal(request)), guess.score
+        return EncodedProposal.of(guess.proposal(request)), guess.score
 
     def close(self) -> None:
         """Frees the session's text. Must be called when the session ends."""
@@ -170,7 +170,7 @@ class Drafts:
         """Returns what the target should send with its verdict on a round of this `length`."""
         return NOTHING_WANTED
 
-    def hear(self, reply: VerdictReply) -> None:
+    def on_verdict(self, reply: VerdictReply) -> None:
         """Takes a verdict, which may bring the extra data that `next_wanted` asked for."""
 
     def settle(self, common_length: int) -> None:

@@ -25,7 +25,7 @@ from outrider.foundation.backoff import backoff
 from outrider.foundation.refusals import REFUSALS
 from outrider.interfaces.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         """The last round that the target may run without another request."""
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
-        self.verified = NOTHING_SEALED
+        self.verified = EMPTY_ENCODED_PROPOSAL
         """The proposal that the newest verdict is about. If it is shorter than the proposal given
         to `verify`, the target could not read q. The caller must then stop using the drafter.
         Otherwise the output may be biased: if only certain draft tokens make q unreadable, the
@@ -68,7 +68,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
     async def verify(
         self,
         round_index: int,
-        proposal: SealedProposal,
+        proposal: EncodedProposal,
         run_ahead: int = 0,
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
@@ -135,10 +135,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     num_retries += 1
             number, ask = self.begin(round_index), True
 
-    def _cut(self, proposal: SealedProposal, num_refusals: int, reason: str) -> SealedProposal:
+    def _cut(self, proposal: EncodedProposal, num_refusals: int, reason: str) -> EncodedProposal:
         """The part of a proposal to ask for after so many refusals of its q."""
-        part = proposal.readable() if num_refusals == 1 else NOTHING_SEALED
-        kept = part if len(part) < len(proposal) else NOTHING_SEALED
+        part = proposal.decodable_prefix() if num_refusals == 1 else EMPTY_ENCODED_PROPOSAL
+        kept = part if len(part) < len(proposal) else EMPTY_ENCODED_PROPOSAL
         _log.warning("only %d draft tokens are verified: %s", len(kept), reason)
         self.context.observer.count("unreadable_proposals")
         return kept
@@ -154,7 +154,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return is_moved
 
     def _ask(
-        self, number: int, proposal: SealedProposal, run_ahead: int, wanted: NextWanted
+        self, number: int, proposal: EncodedProposal, run_ahead: int, wanted: NextWanted
     ) -> None:
         logprobs = None if self._audits else self.context.parameters.logprobs
         self.send(

@@ -14,7 +14,7 @@ from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.random_streams import RoundNoise, choice_seed
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits
 
 from .documents import Document, Template, is_kept_back
 from .storage import Stopwatch
@@ -136,7 +136,7 @@ class WrittenCorpus:
                     ]
                 )
                 asked = [
-                    conversation.question(row)
+                    conversation.verify_input(row)
                     for conversation, row in zip(running, rows, strict=True)
                 ]
                 drawn = zip(running, verdicts_from_logits(asked), strict=True)
@@ -195,11 +195,11 @@ class _Conversation:
             self.prompt.append(self._seed % engine.info.vocab_size)
         self.unseen = tuple(self.prompt[engine.attach(self.name, self.prompt) :])
 
-    def question(self, logits: torch.Tensor) -> Question:
+    def verify_input(self, logits: torch.Tensor) -> VerifyInput:
         params = _TURN if self.is_turn else self._params
         rule = Rule.GREEDY if params.greedy else Rule.COUPLED
         noise = RoundNoise(self._seed, rule, len(self.prompt) + len(self.answer))
-        return Question(logits, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
+        return VerifyInput(logits, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
 
     def take(self, token_id: int, eos: frozenset[int]) -> bool:
         """Appends a token. Returns whether the conversation is complete."""

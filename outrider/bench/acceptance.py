@@ -31,7 +31,7 @@ from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDist
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 from outrider.speculation.text_acceptance import conditional_acceptance
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits
 
 from .measurement import Progress
 from .options import AcceptanceOptions, PromptOptions
@@ -194,7 +194,7 @@ def decode(
             noises = [RoundNoise(asked[i].seed, rule, engine.length(names[i])) for i in going]
             rows = zip(logits, noises, strict=True)
             verdicts = verdicts_from_logits(
-                [Question(row, params, NO_HISTORY, EMPTY_PROPOSAL, noise) for row, noise in rows]
+                [VerifyInput(row, params, NO_HISTORY, EMPTY_PROPOSAL, noise) for row, noise in rows]
             )
             for i, row, noise, verdict in zip(going, logits, noises, verdicts, strict=True):
                 new[i] = verdict.correction

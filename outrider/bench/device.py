@@ -34,10 +34,10 @@ from outrider.models.loading import DTYPES, load_model, use_device
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
 from outrider.speculation.draft_sampling import draw_from_logits
-from outrider.speculation.proposal import Proposal, SealedProposal
+from outrider.speculation.proposal import EncodedProposal, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits
 
 from .measurement import Progress, medians_ms
 from .options import RANDOM_MODELS, DeviceOptions
@@ -150,17 +150,17 @@ def verdict_times(device: torch.device, vocab_size: int) -> dict[str, Any]:
     return times_by_rule
 
 
-def _judge(questions: Sequence[Question], _: int) -> None:
+def _judge(questions: Sequence[VerifyInput], _: int) -> None:
     with torch.inference_mode():
         verdicts_from_logits(questions)
 
 
-def _question(logits: torch.Tensor, rule: Rule, index: int) -> Question:
+def _question(logits: torch.Tensor, rule: Rule, index: int) -> VerifyInput:
     noise, num = RoundNoise(index, rule, 100 + index), VERDICT_TOKENS
     drawn, _ = draw_from_logits(logits[:-1], [_FLATTER] * num, [noise] * num, range(num))
     q = tuple(q for _, q in drawn) if rule.needs_q else ()
-    proposal = SealedProposal.of(Proposal(tuple(token_id for token_id, _ in drawn), q)).open()
-    return Question(logits, _SAMPLED, NO_HISTORY, proposal, noise)
+    proposal = EncodedProposal.of(Proposal(tuple(token_id for token_id, _ in drawn), q)).decode()
+    return VerifyInput(logits, _SAMPLED, NO_HISTORY, proposal, noise)
 
 
 def _weight_bytes(module: Any) -> int:

@@ -34,7 +34,7 @@ from outrider.interfaces.messages import (
 )
 from outrider.interfaces.request import Event, GenerateRequest, RoundReport, Tokens
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal, SealedProposal
+from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, EncodedProposal, Proposal
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.server import RpcServer, ServerOptions
@@ -64,7 +64,7 @@ CANNED = ReplicaDescription(
 _LAST_IDS = tuple(range(CANNED.vocab_size - Q_ENTRIES, CANNED.vocab_size))
 """The largest ids of the vocabulary, which take the most bytes in a message."""
 _Q = DraftDistribution(_LAST_IDS, (COUNT_TOTAL // Q_ENTRIES,) * Q_ENTRIES)
-PROPOSAL = SealedProposal.of(Proposal(_LAST_IDS[:NUM_DRAFT_TOKENS], (_Q,) * NUM_DRAFT_TOKENS))
+PROPOSAL = EncodedProposal.of(Proposal(_LAST_IDS[:NUM_DRAFT_TOKENS], (_Q,) * NUM_DRAFT_TOKENS))
 WARM_UP_ROUNDS = 200
 SESSION_TOKENS = 512
 VERIFY_S = 0.0183

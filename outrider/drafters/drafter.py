@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from outrider.drafters.features import Features
 from outrider.foundation.tokens import TokenSequence
-from outrider.grammar.token_mask import Allowed
+from outrider.grammar.token_mask import AllowedTokens
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -90,7 +90,7 @@ class DraftRequest:
     noise: RoundNoise
     features: Features | None = None
     """New features of committed tokens, for a head."""
-    allowed: Allowed | None = None
+    allowed: AllowedTokens | None = None
     """The tokens that may follow. None = all tokens, or unknown to this process."""
     digests: TokenSequence | None = None
     """A prefix of `token_ids` with known digests, for a quick comparison with a cached prefix. Like

@@ -18,7 +18,7 @@ def extend_digest(digest: int, token_id: int) -> int:
     return z ^ (z >> 31)
 
 
-def digest_behind(digest: int, token_ids: Iterable[int]) -> int:
+def digest_after(digest: int, token_ids: Iterable[int]) -> int:
     """Returns the digest of a prefix with this `digest` and the tokens `token_ids` after it."""
     for token_id in token_ids:
         digest = extend_digest(digest, token_id)

@@ -1,7 +1,7 @@
 """Computes which tokens may follow a session's tokens, by the session's grammar.
 
 If a text can continue in only one way, a mask allows only the token with which the tokenizer would
-begin this continuation. `PrefixMatcher.stand` also accepts other tokens that begin it.
+begin this continuation. `PrefixMatcher.replace_from` also accepts other tokens that begin it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PrefixMatcher:
         self._num_fed = 0
         """The number of `_tokens` that the grammar has consumed: those before an end token."""
 
-    def stand(self, length: int, token_ids: Sequence[int], is_ahead: bool = False) -> int:
+    def replace_from(self, length: int, token_ids: Sequence[int], is_ahead: bool = False) -> int:
         """Keeps the first `length` of the current tokens, then adds `token_ids` up to the first
         token that the grammar does not allow. Returns the number of added tokens. `is_ahead` says
         whether `token_ids` has draft tokens. Raises `Incompatible` if the grammar needs too many
@@ -52,7 +52,7 @@ class PrefixMatcher:
         common = next(differences, min(len(token_ids), num_held - length))
         self._back_to(length + common)
         num_legal = common + self._consume(token_ids[common:])
-        if num_legal < len(token_ids) and self._mend():
+        if num_legal < len(token_ids) and self._renew_grammar():
             num_legal += self._consume(token_ids[num_legal:])
             if num_legal < len(token_ids) and self.grammar.is_used_up():
                 raise self._too_hard(_USED_UP)
@@ -65,7 +65,7 @@ class PrefixMatcher:
             return self.grammar.tokenizer.eos_mask
         began = self._grammars.clock()
         mask = self._matcher.compute_bitmask()
-        if self._matcher.is_error() and self._mend():
+        if self._matcher.is_error() and self._renew_grammar():
             mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise self._too_hard()
@@ -106,10 +106,10 @@ class PrefixMatcher:
         self._num_fed = min(self._num_fed, length)
         if back > 0 and not self._is_broken:
             self._is_broken = not self._matcher.rollback(back) or self._matcher.is_error()
-        if self._is_broken and not self._start_over() and not self._mend():
+        if self._is_broken and not self._start_over() and not self._renew_grammar():
             raise self._too_hard()
 
-    def _mend(self) -> bool:
+    def _renew_grammar(self) -> bool:
         """If the grammar is used up, replaces the grammar and returns True. Raises `Incompatible`
         if the constraint gets no new grammar, or if the matcher has failed for another reason."""
         if not self.grammar.is_used_up():
@@ -154,21 +154,21 @@ class PrefixMatcher:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Followed:
-    """An `Allowed` (`token_mask.py`) that asks a grammar which tokens may follow."""
+class AllowedByGrammar:
+    """An `AllowedTokens` (`token_mask.py`) that asks a grammar which tokens may follow."""
 
     matcher: PrefixMatcher
     length: int
     """The committed tokens are the matcher's first `length` tokens, and then `committed`."""
     committed: tuple[int, ...] = ()
 
-    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+    def mask_after(self, drafted: Sequence[int]) -> TokenMask | None:
         tokens = (*self.committed, *drafted)
-        if self.matcher.stand(self.length, tokens, is_ahead=len(drafted) > 0) < len(tokens):
+        if self.matcher.replace_from(self.length, tokens, is_ahead=len(drafted) > 0) < len(tokens):
             return None
         return self.matcher.mask()
 
-    def behind(self, committed: Sequence[int]) -> Followed:
+    def advanced(self, committed: Sequence[int]) -> AllowedByGrammar:
         return replace(self, committed=(*self.committed, *committed))
 
 
@@ -180,9 +180,9 @@ class Matchers:
         self._grammars = grammars
         self._matchers: BoundedDict[str, PrefixMatcher] = BoundedDict(limits.MATCHERS_MAX)
 
-    def follow(
+    def allowed_tokens(
         self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
-    ) -> Followed:
+    ) -> AllowedByGrammar:
         """Tells which tokens may follow a session's completion. The result is valid until the next
         call for this session. `compiled` is what `Grammars.find` has returned. Raises
         `Incompatible` if the constraint is refused, or does not allow the completion."""
@@ -194,12 +194,12 @@ class Matchers:
             raise Incompatible(refused.message) from refused
         if matcher is None or matcher.grammar.key != compiled.key:
             matcher = PrefixMatcher(compiled, self._grammars)
-        num_legal = matcher.stand(0, completion)
+        num_legal = matcher.replace_from(0, completion)
         if num_legal < len(completion):
             kind = compiled.constraint.kind
             raise Incompatible(f"{kind}: does not allow token {num_legal} of the completion")
         self._matchers[session_id] = matcher
-        return Followed(matcher, len(completion))
+        return AllowedByGrammar(matcher, len(completion))
 
     def release(self, session_id: str) -> None:
         """Forgets a session. Ignores unknown sessions."""

@@ -33,15 +33,15 @@ class TokenMask:
         return np.pad(flags, (0, vocab_size - len(flags))).astype(np.bool_)
 
 
-class Allowed(Protocol):
+class AllowedTokens(Protocol):
     """Tells which tokens may follow the committed tokens of one session, by the session's grammar
     or `min_tokens`. The object is valid until the session's tokens change."""
 
-    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+    def mask_after(self, drafted: Sequence[int]) -> TokenMask | None:
         """The tokens that may follow the committed tokens and `drafted`. None if `drafted` is not
         allowed. Raises `Incompatible` if no mask can be computed."""
         ...
 
-    def behind(self, committed: Sequence[int]) -> Allowed:
-        """Returns the `Allowed` that is valid after these tokens are committed."""
+    def advanced(self, committed: Sequence[int]) -> AllowedTokens:
+        """Returns the `AllowedTokens` that is valid after these tokens are committed."""
         ...

@@ -16,7 +16,7 @@ from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 
@@ -99,7 +99,7 @@ class VerifyItem:
     """Asks a target to verify a proposal. An empty proposal asks for one decoded token."""
 
     head: RoundHead
-    proposal: SealedProposal = NOTHING_SEALED
+    proposal: EncodedProposal = EMPTY_ENCODED_PROPOSAL
     run_ahead: int = 0
     """Number of later rounds that the target may run and answer without further items."""
     num_logprobs: int | None = None
@@ -186,7 +186,7 @@ class VerdictReply:
     """[2K+1]: of the K draft tokens, then of the K+1 corrections; empty if not requested."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
-    next_proposal: SealedProposal = NOTHING_SEALED
+    next_proposal: EncodedProposal = EMPTY_ENCODED_PROPOSAL
     """Proposal for the next round. May have fewer tokens than the item asked for."""
     next_base_length: int = 0
     """Number of committed tokens that `next_proposal` extends."""
@@ -208,7 +208,7 @@ class ProposalReply:
     """A draft's answer. If `assumed` is not empty, the proposal is for a future round."""
 
     key: ReplyKey
-    proposal: SealedProposal
+    proposal: EncodedProposal
     base_length: int
     """Length of the committed prefix, without the `assumed` tokens."""
     cached_length: int

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from outrider.errors import BadRequest
 from outrider.foundation.fair_turns import round_robin
-from outrider.foundation.tokens import TokenSequence, digest_behind
+from outrider.foundation.tokens import TokenSequence, digest_after
 from outrider.interfaces.engine import Engine
 from outrider.interfaces.messages import Resync, RoundHead
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
@@ -29,7 +29,7 @@ class Aligned(NamedTuple):
     @property
     def digest(self) -> int:
         """The digest of `committed`."""
-        return digest_behind(self.sequence.digest(), self.new_tokens)
+        return digest_after(self.sequence.digest(), self.new_tokens)
 
 
 class _Entry:

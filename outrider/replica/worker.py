@@ -23,14 +23,14 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.errors import EngineLost, Incompatible, InvariantError, OutriderError
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.matcher import Matchers
-from outrider.grammar.token_mask import Allowed
+from outrider.grammar.token_mask import AllowedTokens
 from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.interfaces.messages import Resync, RoundHead
 from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.replica.step_request import StepFigures, Unfinished, refusal
 from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget, TokenDemand
-from outrider.speculation.logits_processing import allowed_early
+from outrider.speculation.logits_processing import allowed_by_min_tokens
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -284,16 +284,18 @@ class StepWorker:
         item is refused."""
         raise NotImplementedError
 
-    def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
+    def _allowed(self, head: RoundHead, aligned: Aligned) -> AllowedTokens | None:
         """Returns the tokens that may follow the committed tokens; None = all tokens. Raises
         `Incompatible` for a constraint that this replica cannot apply."""
         if head.constraint is None:
             num_tokens, info = head.committed_length - head.prompt_length, self._engine.info
-            return allowed_early(head.params(), num_tokens, info.eos_token_ids, info.vocab_size)
+            return allowed_by_min_tokens(
+                head.params(), num_tokens, info.eos_token_ids, info.vocab_size
+            )
         if self._matchers is None or head.compiled is None:
             raise Incompatible(f"{head.constraint.kind}: this target has no tokenizer")
         completion = aligned.committed[head.prompt_length :]
-        return self._matchers.follow(head.session_id, head.compiled, completion)
+        return self._matchers.allowed_tokens(head.session_id, head.compiled, completion)
 
     def _run(self, works: Sequence[Any]) -> None:
         """Runs one pass for all items. After an error, runs each item alone, so that only the item

@@ -69,8 +69,8 @@ def judge_by_kernels(
         judged["q_size"][is_judged] = num_bytes // ENTRY_BYTES
         sent = send([judged, np.frombuffer(b"".join(packed), dtype=np.uint8)], device)
         settle(weights, results, words, sent)
-    maxima, _, _, behind, left, drawn = results.cpu().numpy()
-    return JudgedRows(behind, left, drawn.astype(np.int64), np.isfinite(maxima))
+    maxima, _, _, acceptance, left, drawn = results.cpu().numpy()
+    return JudgedRows(acceptance, left, drawn.astype(np.int64), np.isfinite(maxima))
 
 
 def send_rows(

@@ -100,7 +100,7 @@ def draw_from_logits(
     rules = [noise.rule for noise in noises]
     transforms = [*zip(params, histories or [NO_HISTORY] * len(rules), strict=True)]
     keys = draft_keys(noises, indices)
-    read_rows = _read(_Asked(logits, transforms, rules, keys, vocabulary))
+    read_rows = _read(_Batch(logits, transforms, rules, keys, vocabulary))
     tokens: list[DraftedToken] = [(token_id, None) for token_id in read_rows.tokens.tolist()]
     if set(rules) == {Rule.GREEDY}:
         return tokens, [None] * len(rules)
@@ -129,11 +129,11 @@ def likely_tokens(
     params = [SamplingParams(logit_bias=own.logit_bias) if own.greedy else own for own in params]
     transforms = [(each, NO_HISTORY) for each in params]
     no_keys = np.zeros((len(params), 5), dtype=np.uint64)
-    asked = _Asked(logits, transforms, [Rule.TOKEN] * len(params), no_keys, vocabulary)
-    return _read(asked).likely(params)
+    batch = _Batch(logits, transforms, [Rule.TOKEN] * len(params), no_keys, vocabulary)
+    return _read(batch).likely(params)
 
 
-class _Asked(NamedTuple):
+class _Batch(NamedTuple):
     """Rows of logits, and how to draw from them. Only the rule coupled uses `keys`."""
 
     logits: Tensor
@@ -161,19 +161,19 @@ class _Rows(NamedTuple):
         return LikelyTokens(self.ids, np.exp((self.values - self.maxima[:, None]) / temperatures))
 
 
-def _read(asked: _Asked) -> _Rows:
-    logits = asked.logits
+def _read(batch: _Batch) -> _Rows:
+    logits = batch.logits
     by_kernels = has_kernels(logits.device) and logits.dtype != torch.float64
-    rows = _read_by_kernels(asked) if by_kernels else _read_on_host(asked)
+    rows = _read_by_kernels(batch) if by_kernels else _read_on_host(batch)
     check_maxima(rows.maxima.tolist())
     return rows
 
 
-def _read_on_host(asked: _Asked) -> _Rows:
-    logits, transforms, rules, keys, vocabulary = asked
+def _read_on_host(batch: _Batch) -> _Rows:
+    logits, transforms, rules, keys, vocabulary = batch
     logits = logits.cpu()
     rows = logits if logits.dtype == torch.float64 else logits.float()
-    if asked.any_changed:
+    if batch.any_changed:
         parts = zip(torch.split(rows, 1), transforms, strict=True)
         rows = torch.cat([adjusted_logits(row, *each, vocabulary) for row, each in parts])
     groups: dict[tuple[Rule, SamplingParams], list[int]] = {}
@@ -203,12 +203,12 @@ def _read_on_host(asked: _Asked) -> _Rows:
     return _Rows(tokens, maxima, ids.astype(np.int64), values)
 
 
-def _read_by_kernels(asked: _Asked) -> _Rows:
-    logits, transforms, rules, keys, vocabulary = asked
+def _read_by_kernels(batch: _Batch) -> _Rows:
+    logits, transforms, rules, keys, vocabulary = batch
     any_coupled = Rule.COUPLED in rules
     any_filtered = any(params.filtered for params, _ in transforms)
     with on_device(logits.device):
-        if any_coupled or any_filtered or asked.any_changed:
+        if any_coupled or any_filtered or batch.any_changed:
             judged = np.zeros(len(rules), dtype=JUDGED)
             judged["keys"], judged["num_before"] = keys, -1
             parts, ones = [(*each, ()) for each in transforms], np.ones(len(rules), dtype=np.int64)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import Incompatible, OutriderError, check
-from outrider.grammar.token_mask import Allowed, Flags, TokenMask
+from outrider.grammar.token_mask import AllowedTokens, Flags, TokenMask
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import NO_HISTORY, SamplingParams, TokenHistory
 
@@ -358,42 +358,42 @@ class RowMasks(NamedTuple):
     masks: list[TokenMask | None]
     """[K + 1]: element n has the tokens that may follow n draft tokens. All elements after
     a forbidden draft token are None. The target rejects that token, so no outcome uses them."""
-    untold: int | None
+    first_without_mask: int | None
     """The first row whose mask cannot be computed; None if no outcome can reach such a row. An
     outcome that reaches this row ends with the draft token before the row (`ending_at`)."""
 
 
-def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
+def row_masks(allowed: AllowedTokens, proposal: Proposal) -> RowMasks:
     """The masks for a proposal. Raises `Incompatible` if the first mask cannot be computed. A later
     mask that cannot be computed is None, so a draft cannot make a session fail."""
-    masks = [allowed.after(())]
-    untold: int | None = None
+    masks = [allowed.mask_after(())]
+    first_without_mask: int | None = None
     for num, token_id in enumerate(proposal.token_ids, start=1):
         before, mask = masks[-1], None
         if before is not None and before.has(token_id):
             with suppress(Incompatible):
-                mask = allowed.after(proposal.token_ids[:num])
+                mask = allowed.mask_after(proposal.token_ids[:num])
             if mask is None:
-                untold = num
+                first_without_mask = num
         masks.append(mask)
-    return RowMasks(masks, untold)
+    return RowMasks(masks, first_without_mask)
 
 
 @dataclass(frozen=True, slots=True)
-class AnyButEnds:
-    """Forbids the tokens `ends` at the next `num_left` positions. Implements `Allowed`."""
+class AllowedByMinTokens:
+    """Forbids the tokens `ends` at the next `num_left` positions. Implements `AllowedTokens`."""
 
     ends: frozenset[int]
     num_left: int
     vocab_size: int
 
-    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+    def mask_after(self, drafted: Sequence[int]) -> TokenMask | None:
         if not self.ends.isdisjoint(drafted[: self.num_left]):
             return None
         is_early = len(drafted) < self.num_left
         return _mask_without(self.ends if is_early else frozenset(), self.vocab_size)
 
-    def behind(self, committed: Sequence[int]) -> AnyButEnds:
+    def advanced(self, committed: Sequence[int]) -> AllowedByMinTokens:
         return replace(self, num_left=max(0, self.num_left - len(committed)))
 
 
@@ -404,22 +404,22 @@ def _mask_without(token_ids: frozenset[int], vocab_size: int) -> TokenMask:
     return TokenMask(np.packbits(flags, bitorder="little"))
 
 
-def allowed_early(
+def allowed_by_min_tokens(
     sampling: SamplingParams, num_tokens: int, eos_token_ids: Sequence[int], vocab_size: int
-) -> AnyButEnds | None:
+) -> AllowedByMinTokens | None:
     """What `min_tokens` allows after `num_tokens` tokens of a completion. None = all tokens."""
     num_left = sampling.min_tokens - num_tokens
     ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
-    return AnyButEnds(ends, num_left, vocab_size) if num_left > 0 else None
+    return AllowedByMinTokens(ends, num_left, vocab_size) if num_left > 0 else None
 
 
 def draft_mask(
-    allowed: Allowed, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
+    allowed: AllowedTokens, drafted: Sequence[int], vocabulary: DraftVocabulary | None = None
 ) -> TokenMask | None:
     """The tokens that a draft may draw after `drafted`. None if the draft must stop, because
     the completion has ended, no token of the `vocabulary` may follow, or the mask is unknown."""
     try:
-        mask = allowed.after(drafted)
+        mask = allowed.mask_after(drafted)
     except OutriderError:
         return None  # The target reports the error.
     if mask is None or mask.is_over:

@@ -52,7 +52,7 @@ EMPTY_PROPOSAL = Proposal()
 
 
 @value(frozen=True, slots=True)
-class SealedProposal:
+class EncodedProposal:
     """A proposal as messages carry it. `q` is the result of `encode_q`."""
 
     token_ids: tuple[int, ...] = ()
@@ -62,11 +62,11 @@ class SealedProposal:
         return len(self.token_ids)
 
     @classmethod
-    def of(cls, proposal: Proposal) -> SealedProposal:
+    def of(cls, proposal: Proposal) -> EncodedProposal:
         """Encodes a proposal."""
         return cls(proposal.token_ids, encode_q(proposal.q))
 
-    def cut(self, num: int) -> SealedProposal:
+    def cut(self, num: int) -> EncodedProposal:
         """The first `num` tokens. Verifying them is exact only if `num` does not depend on the
         dropped tokens."""
         if num >= len(self):
@@ -75,24 +75,24 @@ class SealedProposal:
         for _ in range(num if self.q else 0):
             size = int.from_bytes(self.q[end : end + _SIZE_BYTES], "little")
             end += _SIZE_BYTES + size * ENTRY_BYTES
-        return SealedProposal(self.token_ids[:num], self.q[:end])
+        return EncodedProposal(self.token_ids[:num], self.q[:end])
 
-    def without_q(self, rule: Rule) -> SealedProposal:
+    def without_q(self, rule: Rule) -> EncodedProposal:
         """The tokens without q. If the rule uses q, each token is marked as a certain draw."""
         q = (None,) * len(self) if rule.needs_q else ()
-        return SealedProposal(self.token_ids, encode_q(q))
+        return EncodedProposal(self.token_ids, encode_q(q))
 
-    def readable(self) -> SealedProposal:
+    def decodable_prefix(self) -> EncodedProposal:
         """The tokens before the first q that cannot be decoded. Verifying them is exact if the
         cause of the failure does not depend on the token drawn from this q."""
         for num in range(min(len(self), NUM_DRAFT_TOKENS_MAX), 0, -1):
             part = self.cut(num)
             with suppress(BadRequest):
-                part.open()
+                part.decode()
                 return part
-        return NOTHING_SEALED
+        return EMPTY_ENCODED_PROPOSAL
 
-    def open(self) -> Proposal:
+    def decode(self) -> Proposal:
         """Decodes q. Raises `BadRequest` for q that `decode_q` refuses, and for too many tokens."""
         if len(self) > NUM_DRAFT_TOKENS_MAX:
             reason = f"has {len(self)} tokens; at most {NUM_DRAFT_TOKENS_MAX} are verified"
@@ -100,10 +100,10 @@ class SealedProposal:
         return Proposal(self.token_ids, decode_q(self.q, self.token_ids))
 
 
-NOTHING_SEALED = SealedProposal()
+EMPTY_ENCODED_PROPOSAL = EncodedProposal()
 
 
-def require_q(proposal: SealedProposal, rule: Rule) -> None:
+def require_q(proposal: EncodedProposal, rule: Rule) -> None:
     """Raises `BadRequest` if `rule` uses q and the proposal has no q. If a missing q counted
     as certain draws, the target would silently accept fewer tokens."""
     if rule.needs_q and proposal.token_ids and not proposal.q:

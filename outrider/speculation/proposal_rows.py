@@ -20,7 +20,7 @@ from outrider.speculation.sampling_params import Rule
 class JudgedRows:
     """What a device has computed from R rows. Each field has the shape [R] and is on the CPU."""
 
-    behind: RealArray
+    acceptance: RealArray
     """For a row that judges draft token x_i: min(1, p_i(x_i) / q_i(x_i)) under token, pi_i under
     block, and NaN if x_i is outside q_i. For all other rows: 0."""
     left: RealArray
@@ -35,13 +35,13 @@ class JudgedRows:
 class ProposalRows:
     """R rows: the rows of the first proposal, then the rows of the second, and so on."""
 
-    def __init__(self, asked: Sequence[tuple[Proposal, RoundNoise]]) -> None:
-        self._noises = [noise for _, noise in asked]
+    def __init__(self, proposals: Sequence[tuple[Proposal, RoundNoise]]) -> None:
+        self._noises = [noise for _, noise in proposals]
         rules = [noise.rule for noise in self._noises]
-        self.sizes: IntArray = np.array([len(proposal) + 1 for proposal, _ in asked])
+        self.sizes: IntArray = np.array([len(proposal) + 1 for proposal, _ in proposals])
         """[B]: the number of rows of each proposal."""
         self.ends = self.sizes.cumsum()
-        drafted = [v for proposal, _ in asked for v in (*proposal.token_ids, -1)]
+        drafted = [v for proposal, _ in proposals for v in (*proposal.token_ids, -1)]
         self.drafted: IntArray = np.array(drafted)
         """[R]: the draft token after each row, or -1 in a proposal's last row."""
         self.num_rows = len(drafted)
@@ -52,7 +52,9 @@ class ProposalRows:
         """[R]: the number of draft tokens before each row that judges a draft token. -1 for all
         other rows (a proposal's last row, and all rows under coupled and greedy)."""
         self.is_block = np.array([rule is Rule.BLOCK for rule in rules]).repeat(self.sizes)
-        self.q = [entry for proposal, each in asked if each.rule.needs_q for entry in proposal.q]
+        self.q = [
+            entry for proposal, each in proposals if each.rule.needs_q for entry in proposal.q
+        ]
         """The distribution of each judged draft token, or None if q has only this token."""
 
     def keys(self) -> RowKeys:
@@ -80,13 +82,13 @@ class ProposalRows:
 
     def accept_probability(self, judged: JudgedRows) -> RealArray:
         """[R]: `Verdict.accept_probability` of the draft token after each row."""
-        is_known = not np.isnan(judged.behind).any()
+        is_known = not np.isnan(judged.acceptance).any()
         check(is_known, "a draft token lies outside the distribution it was drawn from")
         is_judged = (self.num_before >= 0) & judged.is_usable
-        accept: RealArray = np.where(is_judged, judged.behind, judged.drawn == self.drafted)
+        accept: RealArray = np.where(is_judged, judged.acceptance, judged.drawn == self.drafted)
         # Under block, h_i = Z_i / (Z_i + 1 - pi_i) if a usable row judges the next draft token.
         is_inner = self.is_block[:-1] & is_judged[:-1] & is_judged[1:]
-        z, pi = judged.left[1:][is_inner], judged.behind[:-1][is_inner]
+        z, pi = judged.left[1:][is_inner], judged.acceptance[:-1][is_inner]
         room = z + (1.0 - pi)
         accept[:-1][is_inner] = np.divide(z, room, out=np.ones(len(z)), where=room > 0)
         return accept

@@ -289,7 +289,7 @@ def settle_rows(
     total = tl.load(results + TOTAL * num_rows + at)
     judged = sent.to(tl.pointer_type(tl.int64)) + at * JUDGED_WORDS
     num_before = tl.load(judged + NUM_BEFORE)
-    behind = tl.full((), 0.0, tl.float64)
+    acceptance = tl.full((), 0.0, tl.float64)
     remains = tl.full((), 0.0, tl.float64)
     if num_before >= 0:
         own = words + at * ROW_WORDS + DRAFTED
@@ -302,8 +302,8 @@ def settle_rows(
                 log_pi = tl.minimum(log_pi + _log_ratio(p - back, drafted), 0.0)
         pi = tl.exp(log_pi)
         listed, count, drafted = _draft_q(tl.load(own), sent, judged, ENTRIES)
-        behind = tl.exp(tl.minimum(log_pi + _log_ratio(p, drafted), 0.0))
-        behind = tl.where(drafted > 0, behind, float("nan"))
+        acceptance = tl.exp(tl.minimum(log_pi + _log_ratio(p, drafted), 0.0))
+        acceptance = tl.where(drafted > 0, acceptance, float("nan"))
         share = count.to(tl.float64) / COUNT_TOTAL
         is_inside = (count > 0) & (listed < width)
         before = tl.load(row + listed, mask=is_inside, other=0.0).to(tl.float64)
@@ -324,7 +324,7 @@ def settle_rows(
                 left = tl.zeros_like(left)
             tl.debug_barrier()
         remains = pi * left / total
-    tl.store(results + ACCEPTED * num_rows + at, behind)
+    tl.store(results + ACCEPTED * num_rows + at, acceptance)
     tl.store(results + LEFT * num_rows + at, remains)
     zero = tl.full((), 0, tl.uint32)
     keys = judged + KEYS

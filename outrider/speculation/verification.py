@@ -57,7 +57,7 @@ as impossible, because a division by pi_n could overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class VerifyInput:
     """The data that determine a verdict."""
 
     logits: Tensor
@@ -70,31 +70,35 @@ class Question:
     """The mask of each row, applied before all transforms. Empty = no masks."""
 
 
-def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
+def verdicts_from_logits(inputs: Sequence[VerifyInput]) -> list[Verdict]:
     """Verdicts on the proposals of several sessions. All logits must have the same width, type and
-    device. A verdict does not depend on the other questions, not even in its rounding. Raises
+    device. A verdict does not depend on the other inputs, not even in its rounding. Raises
     `InvariantError` if rows, proposal and rule do not fit together, if a draft token is outside its
     q, or if the first row of logits is unusable: it has NaN or +inf, or only -inf. If a later row
     is unusable, see `usable_verdict`."""
-    groups: dict[Callable[[Sequence[Question]], list[Verdict]], list[int]] = {}
-    for index, question in enumerate(questions):
-        shape, rule, num = question.logits.shape, question.noise.rule, len(question.proposal)
+    groups: dict[Callable[[Sequence[VerifyInput]], list[Verdict]], list[int]] = {}
+    for index, verify_input in enumerate(inputs):
+        shape, rule, num = (
+            verify_input.logits.shape,
+            verify_input.noise.rule,
+            len(verify_input.proposal),
+        )
         fits = len(shape) == 2 and shape[0] == num + 1 and shape[1] > 0
         check(fits, f"{num} draft tokens do not fit rows of shape {tuple(shape)}")
-        has_q = not rule.needs_q or len(question.proposal.q) == num
+        has_q = not rule.needs_q or len(verify_input.proposal.q) == num
         check(has_q, f"rule {rule.value} needs q for each of {num} tokens")
-        groups.setdefault(_way(question), []).append(index)
+        groups.setdefault(_way(verify_input), []).append(index)
     verdicts: dict[int, Verdict] = {}
     for way, indices in groups.items():
-        verdicts |= zip(indices, way([questions[index] for index in indices]), strict=True)
-    return [verdicts[index] for index in range(len(questions))]
+        verdicts |= zip(indices, way([inputs[index] for index in indices]), strict=True)
+    return [verdicts[index] for index in range(len(inputs))]
 
 
-def _way(question: Question) -> Callable[[Sequence[Question]], list[Verdict]]:
-    logits = question.logits
+def _way(verify_input: VerifyInput) -> Callable[[Sequence[VerifyInput]], list[Verdict]]:
+    logits = verify_input.logits
     if has_kernels(logits.device) and logits.dtype != torch.float64:
         return _by_kernels
-    return _by_likeliest if question.noise.rule is Rule.GREEDY else _by_weights
+    return _by_likeliest if verify_input.noise.rule is Rule.GREEDY else _by_weights
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
@@ -104,12 +108,12 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
     if not has_kernels(logits.device):
         return
     params, noise = SamplingParams(top_k=50, top_p=0.9), RoundNoise(0, Rule.TOKEN, 1)
-    plain = Question(logits, params, NO_HISTORY, Proposal((0,), (None,)), noise)
+    plain = VerifyInput(logits, params, NO_HISTORY, Proposal((0,), (None,)), noise)
     biased = replace(plain, params=replace(params, logit_bias=((1, 1.0),)))
     try:
-        for question in (plain, biased):
-            [actual] = _by_kernels([question])
-            [expected] = _by_weights([replace(question, logits=logits.double())])
+        for verify_input in (plain, biased):
+            [actual] = _by_kernels([verify_input])
+            [expected] = _by_weights([replace(verify_input, logits=logits.double())])
             check(actual.correction == expected.correction, f"{actual} instead of {expected}")
         coupled = [replace(noise, rule=Rule.COUPLED)] * 2
         vocabulary = DraftVocabulary.of(token_ids)
@@ -123,16 +127,16 @@ def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
         give_up(logits.device)
 
 
-def _by_kernels(questions: Sequence[Question]) -> list[Verdict]:
-    rows = ProposalRows([(each.proposal, each.noise) for each in questions])
-    transforms = [(each.params, each.history, each.masks) for each in questions]
-    logits = joined_rows([each.logits for each in questions])
+def _by_kernels(inputs: Sequence[VerifyInput]) -> list[Verdict]:
+    rows = ProposalRows([(each.proposal, each.noise) for each in inputs])
+    transforms = [(each.params, each.history, each.masks) for each in inputs]
+    logits = joined_rows([each.logits for each in inputs])
     return rows.verdicts(judge_by_kernels(logits, transforms, rows))
 
 
-def _by_likeliest(questions: Sequence[Question]) -> list[Verdict]:
+def _by_likeliest(inputs: Sequence[VerifyInput]) -> list[Verdict]:
     verdicts = []
-    for logits, each in zip(_host_logits(questions), questions, strict=True):
+    for logits, each in zip(_host_logits(inputs), inputs, strict=True):
         own, maxima = largest_of_rows(adjusted_logits(logits, each.params, each.history))
         drafted = each.proposal.token_ids
         accept = tuple(float(mine == its) for mine, its in zip(own[:-1], drafted, strict=True))
@@ -142,22 +146,22 @@ def _by_likeliest(questions: Sequence[Question]) -> list[Verdict]:
     return verdicts
 
 
-def _by_weights(questions: Sequence[Question]) -> list[Verdict]:
-    logits = _host_logits(questions)
-    rows = ProposalRows([(each.proposal, each.noise) for each in questions])
+def _by_weights(inputs: Sequence[VerifyInput]) -> list[Verdict]:
+    logits = _host_logits(inputs)
+    rows = ProposalRows([(each.proposal, each.noise) for each in inputs])
     dtype = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
     weights = torch.empty((rows.num_rows, whole_blocks(logits[0].shape[1])), dtype=dtype)
     parts = torch.split(weights, rows.sizes.tolist())
-    for each, own, part in zip(questions, logits, parts, strict=True):
+    for each, own, part in zip(inputs, logits, parts, strict=True):
         write_weights(adjusted_logits(own, each.params, each.history), each.params, part)
     return rows.verdicts(judge(weights, rows))
 
 
-def _host_logits(questions: Sequence[Question]) -> list[Tensor]:
-    parts: Sequence[Tensor] = [each.logits for each in questions]
+def _host_logits(inputs: Sequence[VerifyInput]) -> list[Tensor]:
+    parts: Sequence[Tensor] = [each.logits for each in inputs]
     if parts[0].device.type != "cpu":  # Waits for the device once.
         parts = torch.split(joined_rows(parts).cpu(), [len(part) for part in parts])
-    pairs = zip(parts, questions, strict=True)
+    pairs = zip(parts, inputs, strict=True)
     return [masked_logits(part, each.masks) for part, each in pairs]
 
 
@@ -170,23 +174,23 @@ def judge(weights: Tensor, rows: ProposalRows) -> JudgedRows:
         unusable = np.flatnonzero(~is_usable)
         weights[unusable] = 0.0
         weights[unusable, 0] = sums[unusable] = 1.0
-    behind, left = subtract_drafts(weights, sums, rows)
-    return JudgedRows(behind, left, race(weights, rows.keys()), is_usable)
+    acceptance, left = subtract_drafts(weights, sums, rows)
+    return JudgedRows(acceptance, left, race(weights, rows.keys()), is_usable)
 
 
 def subtract_drafts(
     weights: Tensor, sums: RealArray, rows: ProposalRows
 ) -> tuple[RealArray, RealArray]:
     """In `weights` [R, V], each row that judges a draft token becomes the weights of the
-    correction. Returns `JudgedRows.behind` and `left`. `sums` [R] are the sums of the rows.
+    correction. Returns `JudgedRows.acceptance` and `left`. `sums` [R] are the sums of the rows.
 
     If a row would become empty, it stays unchanged, and its `left` is 0. Apart from rounding
     errors, no outcome uses such a row: the draft token that the row judges is always accepted, or
     the path to the row is impossible."""
-    behind, left = np.zeros((2, rows.num_rows))
+    acceptance, left = np.zeros((2, rows.num_rows))
     judged = np.flatnonzero(rows.num_before >= 0)
     if not len(judged):
-        return behind, left
+        return acceptance, left
     num, width, flat = len(judged), weights.shape[1], weights.view(-1)
     drafted = rows.drafted[judged]
     pairs = [*zip(drafted.tolist(), rows.q, strict=True)]
@@ -212,7 +216,7 @@ def subtract_drafts(
         if rows.num_before[row] == 0 or not rows.is_block[row]:
             pi = 1.0
         reached[index] = pi
-        behind[row] = pi = min(float(pi * ratio[index]), 1.0)
+        acceptance[row] = pi = min(float(pi * ratio[index]), 1.0)
     # pos(pi p - q) is proportional to pos(p - q / pi). A path with pi = 0 is impossible.
     amount = np.where(reached > _PI_MIN, total / np.maximum(reached, _PI_MIN), 0.0)
     after = np.maximum(own - mass * amount[place], 0.0)
@@ -226,4 +230,4 @@ def subtract_drafts(
         flat[at[is_lost]] = before[is_lost].to(weights.dtype)
         rest[empty] = 0.0
     left[judged] = reached * rest / total
-    return behind, left
+    return acceptance, left

@@ -24,7 +24,7 @@ from outrider.errors import OutriderError
 from outrider.interfaces.request import ChatMessage, Finished, GenerateRequest
 from outrider.sessions.store import FinishReason
 from outrider.speculation.audit_totals import AuditSums
-from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.proposal import EncodedProposal
 from outrider.telemetry.metrics import (
     AUDIT_COUNTERS,
     PHASES,
@@ -192,7 +192,7 @@ class ObservedRequest(RequestObserver):
             span.end()
 
     def decided(
-        self, proposal: SealedProposal, num_accepted: int, num_tokens: int, length: int
+        self, proposal: EncodedProposal, num_accepted: int, num_tokens: int, length: int
     ) -> None:
         """The round has added `num_tokens` tokens. The session now has `length` tokens."""
         self._shared.counters["num_rounds"].add(1)

@@ -36,7 +36,7 @@ from outrider.interfaces.messages import (
 from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
-from outrider.speculation.proposal import Q_BYTES_MAX, SealedProposal
+from outrider.speculation.proposal import Q_BYTES_MAX, EncodedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
@@ -292,20 +292,20 @@ def sampling_from_proto(
     return params
 
 
-def _proposal_to_proto(proposal: SealedProposal) -> dict[str, Any] | None:
+def _proposal_to_proto(proposal: EncodedProposal) -> dict[str, Any] | None:
     if not proposal:
         return None
     return fields_to_proto(proposal, types_pb2.Proposal)
 
 
-def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> SealedProposal:
+def _proposal_from_proto(message: types_pb2.Proposal, path: str = "proposal") -> EncodedProposal:
     token_ids = token_ids_from_wire(
         message.token_ids, f"{path}.token_ids", limits.NUM_DRAFT_TOKENS_MAX
     )
     q = message.q  # Read once, as each read copies the bytes.
     if len(q) > Q_BYTES_MAX:
         raise BadRequest(f"{path}.q", f"{len(q)} bytes are more than {Q_BYTES_MAX}")
-    return SealedProposal(token_ids, q)
+    return EncodedProposal(token_ids, q)
 
 
 def _features_from_proto(message: types_pb2.Features, path: str) -> Features:

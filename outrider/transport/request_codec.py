@@ -152,8 +152,8 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
 def event_to_proto(event: Event) -> pb.GenerateEvent:
     """Converts any event but `PromptTokens`, which only HTTP requests ask for."""
     name, kind = _EVENT_FIELDS[type(event)]
-    told: dict[str, Any] = {name: fields_to_proto(event, kind)}
-    return pb.GenerateEvent(**told)
+    fields: dict[str, Any] = {name: fields_to_proto(event, kind)}
+    return pb.GenerateEvent(**fields)
 
 
 def event_from_proto(message: pb.GenerateEvent) -> Event | None:

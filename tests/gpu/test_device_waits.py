@@ -7,18 +7,18 @@ import torch
 
 from outrider.bench.device import _question
 from outrider.speculation.sampling_params import Rule
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
 
-def questions(num: int) -> list[Question]:
+def inputs(num: int) -> list[VerifyInput]:
     rows = 3 * torch.randn((num, 5, 5_000), device="cuda")
     rules = [*Rule] * num
     return [_question(logits, rules[i], i) for i, logits in enumerate(rows)]
 
 
-def num_waits(asked: list[Question]) -> int:
+def num_waits(asked: list[VerifyInput]) -> int:
     verdicts_from_logits(asked)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -30,4 +30,4 @@ def num_waits(asked: list[Question]) -> int:
 
 
 def test_verdicts_wait_once_for_any_number_of_sessions() -> None:
-    assert num_waits(questions(4)) == num_waits(questions(32)) == 1
+    assert num_waits(inputs(4)) == num_waits(inputs(32)) == 1

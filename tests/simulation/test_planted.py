@@ -145,7 +145,7 @@ def deadline_after_the_draw(patch: Patch) -> None:
 
 def outcomes_that_share_noise(patch: Patch) -> None:
     """The drafts of all outcomes of a length draw with the same numbers."""
-    patch.setattr(lookahead, "digest_behind", lambda digest, _: digest)
+    patch.setattr(lookahead, "digest_after", lambda digest, _: digest)
 
 
 def cut_in_an_untimed_round(patch: Patch) -> None:

@@ -62,7 +62,7 @@ def allowed_ids(matcher: PrefixMatcher) -> list[int]:
 def fresh_mask(name: str, token_ids: Sequence[int]) -> list[int]:
     """The tokens that may follow, by a new matcher that has read only these tokens."""
     matcher = PrefixMatcher(grammar(name), grammars())
-    assert matcher.stand(0, token_ids) == len(token_ids)
+    assert matcher.replace_from(0, token_ids) == len(token_ids)
     return allowed_ids(matcher)
 
 

@@ -18,7 +18,7 @@ from outrider.replica.executors import InlineExecutor
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary
-from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from outrider.transport.codec import Codec
@@ -212,7 +212,7 @@ class Replica:
 
 
 def outcome_of(
-    reply: messages.VerdictReply, proposal: SealedProposal, rule: Rule, seed: int, length: int
+    reply: messages.VerdictReply, proposal: EncodedProposal, rule: Rule, seed: int, length: int
 ) -> Outcome:
     """The coordinator's decision after this many committed tokens."""
     uniforms = RoundNoise(seed, rule, length).accept_uniforms(len(proposal))
@@ -282,7 +282,7 @@ class Player:
         )
 
     async def play(self, num_draft_tokens: int) -> None:
-        proposal: SealedProposal = NOTHING_SEALED
+        proposal: EncodedProposal = EMPTY_ENCODED_PROPOSAL
         if self.draft is not None and num_draft_tokens > 0:
             item = messages.DraftItem(self._head("draft"), num_draft_tokens)
             drafted = await ask(*self.draft, item)

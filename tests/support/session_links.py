@@ -18,7 +18,7 @@ from outrider.interfaces.messages import ProposalReply, Refused, ReplicaDescript
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, SessionRecord
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver
@@ -81,7 +81,7 @@ def verdict(item: Any, correction: int = 9) -> VerdictReply:
 def proposal(item: Any) -> ProposalReply:
     tokens = tuple(range(item.num_draft_tokens))
     length = item.head.committed_length
-    return ProposalReply(item.head.key, SealedProposal(tokens), length, length + len(tokens))
+    return ProposalReply(item.head.key, EncodedProposal(tokens), length, length + len(tokens))
 
 
 def refuse(error: Any) -> Callable[[Any], Refused]:
@@ -137,7 +137,7 @@ def target_of(
 
 async def play(target: TargetClient, one: Session, index: int, run_ahead: int = 0) -> VerdictReply:
     """A round without a proposal, which commits token 9."""
-    reply = await target.verify(index, NOTHING_SEALED, run_ahead)
+    reply = await target.verify(index, EMPTY_ENCODED_PROPOSAL, run_ahead)
     target.settle(reply, one.length)
     one.decide((9,), Counters())
     return reply

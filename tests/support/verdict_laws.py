@@ -23,7 +23,7 @@ from outrider.speculation.random_streams import (
     uniform,
 )
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory
-from outrider.speculation.verification import Question, judge, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, judge, verdicts_from_logits
 
 
 def row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> RowKeys:
@@ -64,7 +64,7 @@ def verdict_from_logits(
     noise: RoundNoise,
 ) -> Verdict:
     """The verdict on one proposal."""
-    return verdicts_from_logits([Question(logits, params, history, proposal, noise)])[0]
+    return verdicts_from_logits([VerifyInput(logits, params, history, proposal, noise)])[0]
 
 
 def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:

@@ -17,7 +17,7 @@ from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict, decide, ending_at
 from outrider.speculation.logits_processing import (
     RowMasks,
-    allowed_early,
+    allowed_by_min_tokens,
     draft_mask,
     masked_logits,
     row_masks,
@@ -47,14 +47,14 @@ Shift = Callable[[list[TokenMask | None]], list[TokenMask | None]]
 
 @dataclass(frozen=True)
 class Held:
-    """A grammar over a toy's states: `flags` [S, V]. Implements `Allowed` from state 0 on. It
+    """A grammar over a toy's states: `flags` [S, V]. Implements `AllowedTokens` from state 0 on. It
     cannot be followed in the `failing` states."""
 
     pair: ToyPair
     flags: torch.Tensor
     failing: frozenset[int] = frozenset()
 
-    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+    def mask_after(self, drafted: Sequence[int]) -> TokenMask | None:
         state = 0
         for token_id in drafted:
             if not self.flags[state, token_id]:
@@ -72,11 +72,11 @@ class Late(Held):
 
     num: int = 1
 
-    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+    def mask_after(self, drafted: Sequence[int]) -> TokenMask | None:
         params = SamplingParams(min_tokens=self.num, stop_token_ids=(OVER,))
-        allowed = allowed_early(params, 0, (), V)
+        allowed = allowed_by_min_tokens(params, 0, (), V)
         assert allowed is not None
-        return allowed.after(drafted)
+        return allowed.mask_after(drafted)
 
 
 def constrained(seed: int, fails: bool, min_tokens: int = 0) -> tuple[ToyPair, Held, ToyPair]:
@@ -144,7 +144,11 @@ def outcomes(
     weights = (law.weights / law.weights.sum(dim=2, keepdim=True))[0].numpy()
     found: list[tuple[tuple[int, ...], float, bool]] = []
     for n in np.flatnonzero(counts):
-        last = None if masks.untold is None or masks.untold > n else masks.untold - 1
+        last = (
+            None
+            if masks.first_without_mask is None or masks.first_without_mask > n
+            else masks.first_without_mask - 1
+        )
         if last is None:
             found += [
                 ((*path[:n], int(t)), counts[n] * weights[n][t], False)

@@ -19,7 +19,7 @@ from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits
 from tests.support.core_toys import RATIO_RULES, ToyPair, random_pair, sampling_pair
 from tests.support.verdict_laws import ABSOLUTE_PLACES
 
@@ -95,19 +95,19 @@ class Sequences:
             for number in numbers
         ]
         proposals = self._drafted(plan, numbers, noises)
-        visited, questions = [], []
+        visited, inputs = [], []
         for number, noise, proposal in zip(numbers, noises, proposals, strict=True):
             states = [self._states[number]]
             for token_id in proposal.token_ids:
                 states.append(self._step[states[-1]][token_id])
             visited.append(states)
             logits = rows(self._pair.p[states].log())
-            questions.append(Question(logits, self._params, NO_HISTORY, proposal, noise))
-        for number, states, question, verdict in zip(
-            numbers, visited, questions, verdicts_from_logits(questions), strict=True
+            inputs.append(VerifyInput(logits, self._params, NO_HISTORY, proposal, noise))
+        for number, states, verify_input, verdict in zip(
+            numbers, visited, inputs, verdicts_from_logits(inputs), strict=True
         ):
-            ids = question.proposal.token_ids
-            uniforms = tuple(question.noise.accept_uniforms(len(ids)))
+            ids = verify_input.proposal.token_ids
+            uniforms = tuple(verify_input.noise.accept_uniforms(len(ids)))
             outcome = decide(verdict, ids, self._rule, uniforms)
             self._seen[number] = Seen(verdict, outcome, ids, uniforms)
             self._states[number] = self._step[states[outcome.num_accepted]][outcome.token_ids[-1]]

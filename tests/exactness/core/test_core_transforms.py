@@ -12,7 +12,7 @@ from exactness.law import sampled_law
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.logits_processing import (
     adjusted_logits,
-    allowed_early,
+    allowed_by_min_tokens,
     masked_logits,
     row_masks,
     target_probabilities,
@@ -69,7 +69,7 @@ def test_transforms_are_what_their_definitions_say(
             flags[[0, *ids]] = True
             allowed = {*np.flatnonzero(flags).tolist()}
             masks = [TokenMask(np.packbits(flags, bitorder="little"))] * len(rows)
-        elif early := allowed_early(params, len(output), EOS, width):
+        elif early := allowed_by_min_tokens(params, len(output), EOS, width):
             masks = row_masks(early, Proposal(tuple(ids))).masks
         masked, history = masked_logits(rows, masks), TokenHistory(prompt, output, ids)
         found = target_probabilities(masked, params, history).numpy()

@@ -33,7 +33,7 @@ from outrider.interfaces.messages import VerifyItem
 from outrider.interfaces.request import GenerateRequest, RoundReport, Tokens
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.replica.executors import InlineExecutor
-from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.proposal import EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.service import TargetService
@@ -276,7 +276,7 @@ async def test_what_is_drafted_ahead_does_not_repeat_the_round(rule: Rule) -> No
 class Turns:
     """A constraint that allows all tokens, but cannot be followed after a 1."""
 
-    def after(self, drafted: Sequence[int]) -> TokenMask:
+    def mask_after(self, drafted: Sequence[int]) -> TokenMask:
         if 1 in drafted:
             raise Incompatible("too hard")
         return TokenMask(np.packbits([True, True], bitorder="little"))
@@ -291,7 +291,7 @@ async def test_a_round_ends_where_its_constraint_cannot_be_followed(rule: Rule) 
         target.service._worker._allowed = lambda *_: Turns()
         for seed in range(200):
             noise = RoundNoise(seed, rule, len(PROMPT))
-            proposal = SealedProposal.of(drafted(row.expand(3, -1), SamplingParams(), noise))
+            proposal = EncodedProposal.of(drafted(row.expand(3, -1), SamplingParams(), noise))
             head = make_head(PROMPT, session=seed, seed=seed, rule=rule)
             reply = await target.ask(VerifyItem(head, proposal))
             tokens = outcome_of(reply, proposal, rule, seed, len(PROMPT)).token_ids

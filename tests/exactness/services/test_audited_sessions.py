@@ -21,7 +21,7 @@ from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.sampling_params import Rule, SamplingParams
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
 from tests.support.constrained import CONSTRAINTS, SCHEMA, EndingEngine, grammars, hf_tokenizer
 from tests.support.coordinator_bench import Bench, draft_service, running, target_service
@@ -112,15 +112,15 @@ def test_honest_greedy_tokens_are_the_likeliest() -> None:
     assert sums == AuditSums(num_tokens=4 * NUM_TOKENS)
 
 
-def all_accepted(questions: Sequence[Question]) -> list[Verdict]:
+def all_accepted(inputs: Sequence[VerifyInput]) -> list[Verdict]:
     return [
         Verdict((1.0,) * len(verdict.accept_probability), verdict.correction)
-        for verdict in verdicts_from_logits(questions)
+        for verdict in verdicts_from_logits(inputs)
     ]
 
 
-def changed(questions: Sequence[Question], **params: float) -> list[Verdict]:
-    asked = [replace(one, params=replace(one.params, **params)) for one in questions]
+def changed(inputs: Sequence[VerifyInput], **params: float) -> list[Verdict]:
+    asked = [replace(one, params=replace(one.params, **params)) for one in inputs]
     return verdicts_from_logits(asked)
 
 

@@ -155,7 +155,7 @@ def by_draft(
             for item, answer in zip(waiting, proposer.step(waiting), strict=True):
                 for one in answer.answers if isinstance(answer, Answers) else (answer,):
                     if isinstance(one, ProposalReply) and not one.assumed:
-                        found[item.head.seed] = one.proposal.open()
+                        found[item.head.seed] = one.proposal.decode()
         for item in items:
             proposer.release(item.head.session_id)
         return [found[seed] for seed in seeds]

@@ -24,7 +24,7 @@ from outrider.interfaces.request import (
     Tokens,
 )
 from outrider.sessions.store import FinishReason, SessionRecord
-from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
+from outrider.speculation.proposal import DraftDistribution, EncodedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.support.coordinator_bench import (
     CONFIG,
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.virtual
 def with_q_of_other_tokens(item: Any) -> ProposalReply:
     num = item.num_draft_tokens
     q = encode_q((DraftDistribution((8, 9), (2**15, 2**15)),) * num)
-    return replace(proposal(item), proposal=SealedProposal((1,) * num, q))
+    return replace(proposal(item), proposal=EncodedProposal((1,) * num, q))
 
 
 async def test_a_session_leaves_a_draft_whose_q_is_not_for_its_tokens() -> None:

@@ -14,7 +14,7 @@ from outrider.foundation.clock import run_virtually
 from outrider.interfaces.messages import DraftItem, ProposalReply, Refused
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
-from outrider.speculation.proposal import NOTHING_SEALED
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from tests.support.draft_world import expected_proposal
@@ -77,7 +77,7 @@ def test_a_proposal_has_the_tokens_that_there_was_time_for(
     [found] = heard
     num_expected = {1: 1 if look_ahead else 0, 22: 3}.get(int(budget_ms), K)
     whole, q = expected_proposal(PROMPT, K, Rule.TOKEN, PLAIN, 1)
-    proposal = found.answer.proposal.open()
+    proposal = found.answer.proposal.decode()
     assert list(proposal.token_ids) == whole[:num_expected]
     assert list(proposal.q) == q[:num_expected]
     assert found.answer.out_of_time == (num_expected < K)
@@ -94,7 +94,7 @@ def test_an_item_that_waits_for_a_step_is_answered_when_its_time_is_over() -> No
     refused, empty = of_two
     assert refused.answer.code == LATE_CODE
     assert refused.at == pytest.approx(0.015)
-    assert (empty.answer.proposal, empty.answer.out_of_time) == (NOTHING_SEALED, True)
+    assert (empty.answer.proposal, empty.answer.out_of_time) == (EMPTY_ENCODED_PROPOSAL, True)
     assert empty.answer.cached_length == len(PROMPT)
     assert empty.at == pytest.approx(0.050)
 
@@ -109,7 +109,7 @@ def test_a_prefix_that_is_read_in_parts_costs_a_round_its_time_alone(look_ahead:
     told, *later = answers_to((0.0, asked), max_num_batched_tokens=64)
     assert (told.answer.code, told.at <= 0.015 + PASS_S) == (LATE_CODE, True)
     ready = next(one.answer for one in later if not one.answer.assumed)
-    assert (ready.proposal, ready.out_of_time) == (NOTHING_SEALED, True)
+    assert (ready.proposal, ready.out_of_time) == (EMPTY_ENCODED_PROPOSAL, True)
 
 
 SHORT, LONG, FRESH = 1, 2, 3  # Sessions.

@@ -35,7 +35,7 @@ async def test_a_proposal_is_the_pure_function_of_its_item(
     reply = await setting.ask(DraftItem(head, 5))
     tokens, q = expected_proposal(PROMPT, 5, rule, sampling, 2)
     assert list(reply.proposal.token_ids) == tokens
-    assert list(reply.proposal.open().q) == (q if rule.needs_q else [])
+    assert list(reply.proposal.decode().q) == (q if rule.needs_q else [])
     assert reply.base_length == len(PROMPT)
     assert reply.cached_length == len(PROMPT) + 4
     assert setting.engine.length(session_name(1)) == reply.cached_length
@@ -97,7 +97,7 @@ async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
         DraftItem(make_head(other, session=2, rule=rule), 4),
     )
     assert list(short.proposal.token_ids) == tokens[:2]
-    assert list(short.proposal.open().q) == (q[:2] if rule.needs_q else [])
+    assert list(short.proposal.decode().q) == (q[:2] if rule.needs_q else [])
     assert short.cached_length == len(PROMPT) + 1
     assert list(whole.proposal.token_ids) == expected_proposal(other, 4, rule, sampling, 1)[0]
     assert [len(batch) for batch in setting.engine.batches] == [2, 2, 2, 1]

@@ -18,7 +18,7 @@ from outrider.interfaces.messages import DraftItem, ProposalReply, Resync, Verdi
 from outrider.limits import PAGE_SIZE
 from outrider.models.eagle3 import LoadedEagle3
 from outrider.replica.step_request import Unfinished
-from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service import verifier
@@ -44,7 +44,7 @@ class Pair:
     """Number of tokens that the draft has of each session."""
 
     async def verify(
-        self, tokens: Sequence[int], proposal: SealedProposal, first: int | None, **head: Any
+        self, tokens: Sequence[int], proposal: EncodedProposal, first: int | None, **head: Any
     ) -> VerdictReply:
         made = make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head)
         reply = await self.target.ask(VerifyItem(made, proposal, features_from=first))
@@ -128,7 +128,7 @@ async def test_what_is_drafted_round_after_round(
     verdicts, and nothing is drafted until all are there."""
     monkeypatch.setattr("outrider.drafters.features.FEATURES_MAX", rows_max)
     async with running() as pair:
-        tokens, proposal, accepted, shown = list(PROMPT), NOTHING_SEALED, [], b""
+        tokens, proposal, accepted, shown = list(PROMPT), EMPTY_ENCODED_PROPOSAL, [], b""
         for index in range(12):
             options: dict[str, Any] = {"rule": rule, "sampling": sampling, "round_index": index}
             length, first = len(tokens), max(0, pair.held.get(1, 0) - 1)
@@ -146,7 +146,7 @@ async def test_what_is_drafted_round_after_round(
             if new.end < len(tokens) - 1:
                 assert not proposal
             else:
-                assert proposal.open() == pair.expected(tokens, shown, rule, sampling)
+                assert proposal.decode() == pair.expected(tokens, shown, rule, sampling)
         assert rule is Rule.GREEDY or len(set(accepted)) > 1
 
 
@@ -164,7 +164,7 @@ async def test_features_of_all_that_is_held_can_be_had_again() -> None:
         for session in (1, 2):
             for first in (0, 5):
                 rounds = {"session": session, "round_index": first}
-                found = (await pair.verify(text, NOTHING_SEALED, first, **rounds)).features
+                found = (await pair.verify(text, EMPTY_ENCODED_PROPOSAL, first, **rounds)).features
                 # The verdict's own token has no slot.
                 assert (found.first, found.end) == (first, len(text))
                 assert _close(found, pair.features([*text, 0], first))
@@ -210,7 +210,7 @@ async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
         for number, (length, rule, num) in asked.items():
             rows = pair.features(text[:length], 0).rows
             expected = pair.expected(text[:length], rows, rule, SamplingParams(), num)
-            assert replies[number].proposal.open() == expected
+            assert replies[number].proposal.decode() == expected
         assert pair.draft.engine.page_counts().prefix_hits > 0
 
 
@@ -270,7 +270,7 @@ async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> N
         features = pair.features(second, 8)
         found = await pair.propose(second, features, rule=Rule.TOKEN, epoch=2)
         whole = pair.features(second, 0, 8).rows + features.rows
-        assert found.proposal.open() == pair.expected(second, whole, Rule.TOKEN, SamplingParams())
+        assert found.proposal.decode() == pair.expected(second, whole, Rule.TOKEN, SamplingParams())
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def check_pushed(pushed: Sequence[ProposalReply], prefix: Sequence[int], rule: R
         assumed = (*prefix, *reply.assumed)
         tokens, q = expected_proposal(assumed, len(reply.proposal), rule, sampling, 1)
         assert list(reply.proposal.token_ids) == tokens
-        assert list(reply.proposal.open().q) == (q if rule.needs_q else [])
+        assert list(reply.proposal.decode().q) == (q if rule.needs_q else [])
     assert len({reply.assumed for reply in pushed}) == len(pushed)
 
 

@@ -41,7 +41,7 @@ Rows = Callable[[Sequence[int], int], torch.Tensor]  # the last K rows after a p
 class Alternating:
     """Even and odd tokens alternate; the completion ends after four."""
 
-    def after(self, drafted: Sequence[int]) -> TokenMask:
+    def mask_after(self, drafted: Sequence[int]) -> TokenMask:
         wanted = drafted[-1] % 2 == 0 if drafted else True
         flags = [token % 2 == wanted for token in range(VOCAB)]
         return TokenMask(np.packbits(flags, bitorder="little"), is_over=len(drafted) == 4)
@@ -61,7 +61,7 @@ def expected(
     q = []
     for index, row in enumerate(rows_behind(asked.token_ids, count).split(1)):
         if asked.allowed is not None:
-            mask = asked.allowed.after(tokens)
+            mask = asked.allowed.mask_after(tokens)
             if mask.is_over:
                 break
             row = masked_logits(row, [mask])
@@ -142,7 +142,7 @@ async def test_outcomes_are_drafted_in_a_pass(rule: Rule) -> None:
         prefix = (*begun, *reply.assumed)
         noise = RoundNoise(7, rule, len(prefix), TokenSequence(prefix).digest())
         one = replace(request("s", prefix, 3, rule, asked.head.params()), noise=noise)
-        assert (list(reply.proposal.token_ids), list(reply.proposal.open().q)) == expected(
+        assert (list(reply.proposal.token_ids), list(reply.proposal.decode().q)) == expected(
             one, 3, toy_rows
         )
 

@@ -29,14 +29,14 @@ from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
-    NOTHING_SEALED,
+    EMPTY_ENCODED_PROPOSAL,
     DraftDistribution,
+    EncodedProposal,
     Proposal,
-    SealedProposal,
 )
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits
 from target_service.actor import self_drafter_of
 from target_service.verifier import Verifier
 from tests.support.constrained import CONSTRAINTS, grammar, grammars, hf_tokenizer
@@ -87,9 +87,9 @@ def head(
     return replace(made, compiled=grammar("schema")) if made.constraint is not None else made
 
 
-def proposal(rule: Rule, drafted: tuple[int, ...]) -> SealedProposal:
+def proposal(rule: Rule, drafted: tuple[int, ...]) -> EncodedProposal:
     q = [DraftDistribution((v, v + 1, v + 2), (COUNT_TOTAL - 2, 1, 1)) for v in drafted]
-    return SealedProposal.of(Proposal(drafted, tuple(q) if rule.needs_q else ()))
+    return EncodedProposal.of(Proposal(drafted, tuple(q) if rule.needs_q else ()))
 
 
 Case = Callable[[int], Callable[[], object]]
@@ -111,17 +111,17 @@ def verdicts(
         sessions = [next(_sessions) for _ in range(num)]
         worker = verifier(kind)
 
-        def step(held: int, sealed: SealedProposal, tokens: tuple[int, ...], **of: Any) -> None:
+        def step(held: int, encoded: EncodedProposal, tokens: tuple[int, ...], **of: Any) -> None:
             heads = [
                 head(tokens, session, rule, sampling, held=held, round_index=held, **about)
                 for session in sessions
             ]
-            answers = worker.step([VerifyItem(one, sealed, **of) for one in heads])
+            answers = worker.step([VerifyItem(one, encoded, **of) for one in heads])
             assert all(isinstance(answer, VerdictReply) for answer in answers), answers[0]
 
-        step(0, NOTHING_SEALED, prefix[:-1])
-        sealed = proposal(rule, drafted)
-        return lambda: step(len(prefix) - 1, sealed, prefix, **more)
+        step(0, EMPTY_ENCODED_PROPOSAL, prefix[:-1])
+        encoded = proposal(rule, drafted)
+        return lambda: step(len(prefix) - 1, encoded, prefix, **more)
 
     return begun
 
@@ -246,21 +246,21 @@ def test_many_sessions_ask_no_more_than_one(watch: DeviceWatch, case: str) -> No
         assert all(map(int.__le__, counts, allowed)), counts
 
 
-def questions(num: int) -> list[Question]:
+def inputs(num: int) -> list[VerifyInput]:
     """Of sessions of all rules and parameters, in turns."""
     rows = torch.zeros(num, 4, VOCAB, device=CUDA).unbind()
     asked = []
     for index, logits in enumerate(rows):
         rule = [*Rule][index % len(Rule)]
         sampling = GREEDY if rule is Rule.GREEDY else (WARM, FILTERED, BIASED)[index // 4 % 3]
-        sealed = proposal(rule, DRAFTED)
+        encoded = proposal(rule, DRAFTED)
         noise = RoundNoise(index, rule, 9)
-        asked.append(Question(logits, sampling, NO_HISTORY, sealed.open(), noise))
+        asked.append(VerifyInput(logits, sampling, NO_HISTORY, encoded.decode(), noise))
     return asked
 
 
 def test_verdicts_of_all_rules_are_one_call(watch: DeviceWatch) -> None:
-    few, many = questions(12), questions(96)
+    few, many = inputs(12), inputs(96)
     assert watch.counted(lambda: verdicts_from_logits(few)) == (1, 2, 6)
     assert watch.counted(lambda: verdicts_from_logits(many)) == (1, 2, 6)
 

@@ -29,7 +29,7 @@ def accepts(constraint: Constraint, text: str) -> bool:
     """Whether the whole text may be written and ended."""
     matcher = PrefixMatcher(tokens().compile(constraint), grammars())
     ids = [*hf_tokenizer().encode(text), *tokens().eos_token_ids]
-    return matcher.stand(0, ids) == len(ids)
+    return matcher.replace_from(0, ids) == len(ids)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ async def test_a_grammar_in_use_is_found_however_many_came_since(
     known = grammars()
     held = await known.prepare(CONSTRAINTS["regex"])
     matchers = Matchers(known)
-    matchers.follow("a", await known.prepare(CONSTRAINTS["schema"]), ())
+    matchers.allowed_tokens("a", await known.prepare(CONSTRAINTS["schema"]), ())
     followed = CONSTRAINTS["schema"].digest()
     for index in range(3):
         await known.prepare(Constraint.of_regex(f"a{index}"))
@@ -247,7 +247,7 @@ def test_the_largest_constraints_take_less_than_what_is_allowed(constraint: Cons
             token_ids = hf_tokenizer().encode(text)
             for length in range(1, len(token_ids) + 1):
                 before = time.thread_time()
-                matcher.stand(0, token_ids[:length])
+                matcher.replace_from(0, token_ids[:length])
                 matcher.mask()
                 assert time.thread_time() - before < MASK_S_MAX
     assert time.thread_time() - began < COMPILE_S_MAX

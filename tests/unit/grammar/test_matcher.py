@@ -26,19 +26,19 @@ def test_after_any_extends_and_rollbacks_the_mask_is_that_of_a_fresh_matcher(
     for step in steps:
         if step < 0:
             token_ids = token_ids[: max(0, len(token_ids) + step)]
-            assert matcher.stand(0, token_ids) == len(token_ids)
+            assert matcher.replace_from(0, token_ids) == len(token_ids)
         else:
             walk = PrefixMatcher(constrained.grammar(name), constrained.grammars())
-            walk.stand(0, token_ids)
+            walk.replace_from(0, token_ids)
             longer = list(token_ids)
             for _ in range(step):
                 longer.append(chosen.choice(constrained.allowed_ids(walk)))
-                assert walk.stand(len(longer) - 1, longer[-1:]) == 1
+                assert walk.replace_from(len(longer) - 1, longer[-1:]) == 1
             known = chosen.randint(0, len(token_ids))
             # A token that no mask has may spell a part of what is allowed, and is consumed then.
             some = chosen.sample(range(len(constrained.hf_tokenizer())), 50)
-            tried = [*longer, next(v for v in some if walk.stand(len(longer), [v]) == 0)]
-            assert matcher.stand(known, tried[known:]) == len(longer) - known
+            tried = [*longer, next(v for v in some if walk.replace_from(len(longer), [v]) == 0)]
+            assert matcher.replace_from(known, tried[known:]) == len(longer) - known
             token_ids = longer
         assert constrained.allowed_ids(matcher) == constrained.fresh_mask(name, token_ids)
 
@@ -47,15 +47,15 @@ def test_the_end_of_text_may_stand_where_the_text_is_whole_and_nothing_else_foll
     matcher = PrefixMatcher(constrained.grammar("choice"), constrained.grammars())
     brown = constrained.hf_tokenizer().encode("brown")
     assert constrained.eos() not in constrained.allowed_ids(matcher)
-    assert matcher.stand(0, [*brown[:-1], constrained.eos()]) == len(brown) - 1
-    matcher.stand(0, brown)
+    assert matcher.replace_from(0, [*brown[:-1], constrained.eos()]) == len(brown) - 1
+    matcher.replace_from(0, brown)
     assert constrained.eos() in constrained.allowed_ids(matcher)
     assert len(constrained.allowed_ids(matcher)) > 1  # " fox" may still come
-    assert matcher.stand(0, [*brown, constrained.eos(), constrained.eos()]) == len(brown) + 2
+    assert matcher.replace_from(0, [*brown, constrained.eos(), constrained.eos()]) == len(brown) + 2
     assert constrained.allowed_ids(matcher) == [constrained.eos()]
     assert matcher.mask().is_over
     whole = constrained.hf_tokenizer().encode("brown fox")
-    matcher.stand(0, whole)
+    matcher.replace_from(0, whole)
     assert constrained.allowed_ids(matcher) == [constrained.eos()]
     assert not matcher.mask().is_over
 
@@ -66,19 +66,19 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped(
     monkeypatch.setattr("outrider.limits.MATCHERS_MAX", 1)
     matchers, schema = Matchers(constrained.grammars()), constrained.grammar("schema")
     ids = constrained.hf_tokenizer().encode('{"name":"x","tags":["bb"')
-    first = matchers.follow("a", schema, ids[:5])
+    first = matchers.allowed_tokens("a", schema, ids[:5])
     drafted = ids[5:8]
-    mask = first.after(drafted)
-    matchers.follow("b", schema, [])  # Drops the matcher of a.
+    mask = first.mask_after(drafted)
+    matchers.allowed_tokens("b", schema, [])  # Drops the matcher of a.
     assert len(matchers._matchers) == 1
-    again = matchers.follow("a", schema, ids[:7])
-    there = again.after(ids[7:8])
+    again = matchers.allowed_tokens("a", schema, ids[:7])
+    there = again.mask_after(ids[7:8])
     assert mask is not None
     assert there is not None
     assert (mask.bits == there.bits).all()
-    ahead = matchers.follow("a", schema, ids[:3]).behind(ids[3:6])
-    assert (ahead.after(ids[6:8]).bits == mask.bits).all()  # type: ignore[union-attr]
-    assert ahead.after([constrained.eos()]) is None
+    ahead = matchers.allowed_tokens("a", schema, ids[:3]).advanced(ids[3:6])
+    assert (ahead.mask_after(ids[6:8]).bits == mask.bits).all()  # type: ignore[union-attr]
+    assert ahead.mask_after([constrained.eos()]) is None
     matchers.release("a")
     assert len(matchers._matchers) == 0
 
@@ -102,10 +102,10 @@ def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
     written: list[list[int]] = [[] for _ in range(40)]
     for _ in range(14):
         for session, token_ids in enumerate(written):
-            followed = matchers.follow(str(session), first, token_ids)
-            mask = followed.after(())
+            followed = matchers.allowed_tokens(str(session), first, token_ids)
+            mask = followed.mask_after(())
             alone = PrefixMatcher(roomy, constrained.grammars())
-            assert alone.stand(0, token_ids) == len(token_ids)
+            assert alone.replace_from(0, token_ids) == len(token_ids)
             assert mask is not None
             assert (mask.bits == alone.mask().bits).all()
             token_ids.append(chosen.choice(letters))
@@ -127,9 +127,9 @@ def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other(is_
         compiled = known.get(MANY_STATES)
         known.clock = lambda: 0.0
         with pytest.raises(Incompatible, match=said):
-            Matchers(known).follow("a", compiled, letters).after(())
-        again = Matchers(known).follow("b", known.get(MANY_STATES), letters[:1])
-        assert again.after(()) is not None
+            Matchers(known).allowed_tokens("a", compiled, letters).mask_after(())
+        again = Matchers(known).allowed_tokens("b", known.get(MANY_STATES), letters[:1])
+        assert again.mask_after(()) is not None
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, FOLLOWED_AT_ONCE + 1])
@@ -141,13 +141,13 @@ def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) ->
     constraint = Constraint.of_regex("[a-z]+")
     letters = constrained.hf_tokenizer().encode("a")[:1] * num_tokens
     compiled = known.get(constraint)
-    followed = Matchers(known).follow("quick", compiled, letters)
-    assert followed.after(()) is not None
+    followed = Matchers(known).allowed_tokens("quick", compiled, letters)
+    assert followed.mask_after(()) is not None
     known.clock = lambda: ticking(seconds, MASK_S_MAX * (1 + num_tokens // FOLLOWED_AT_ONCE) + 0.01)
     matchers = Matchers(known)
 
     def ask() -> object:
-        return matchers.follow("a", compiled, letters).after(())
+        return matchers.allowed_tokens("a", compiled, letters).mask_after(())
 
     if num_tokens == 0:
         assert ask() is not None
@@ -169,12 +169,12 @@ def test_a_grammar_that_is_slow_after_draft_tokens_is_not_refused() -> None:
     constraint = Constraint.of_regex("[a-z]+")
     compiled, matchers = known.get(constraint), Matchers(known)
     known.clock = lambda: ticking(seconds, MASK_S_MAX + 0.01)
-    assert matchers.follow("a", compiled, []).after(letter) is not None
+    assert matchers.allowed_tokens("a", compiled, []).mask_after(letter) is not None
     for _ in range(3):
         with pytest.raises(Incompatible, match="regex: is too slow for draft tokens"):
-            matchers.follow("a", compiled, []).after(letter)
+            matchers.allowed_tokens("a", compiled, []).mask_after(letter)
     known.clock = lambda: seconds[0]
-    assert matchers.follow("a", compiled, letter).after(()) is not None
+    assert matchers.allowed_tokens("a", compiled, letter).mask_after(()) is not None
     assert known.get(constraint) is compiled
 
 

@@ -188,7 +188,7 @@ class Listed:
         self.listed = listed
         self.asked: list[tuple[int, ...]] = []
 
-    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+    def mask_after(self, drafted: Sequence[int]) -> TokenMask | None:
         self.asked.append(tuple(drafted))
         found = self.listed[tuple(drafted)]
         if isinstance(found, OutriderError):
@@ -217,12 +217,12 @@ def test_columns_of_a_reduced_vocabulary_are_masked_by_their_tokens() -> None:
 
 
 def test_each_row_has_the_mask_of_the_tokens_before_it() -> None:
-    """After a forbidden draft token there are no masks, and `untold` is None."""
+    """After a forbidden draft token there are no masks, and `first_without_mask` is None."""
     masks = {(): mask_of([10]), (10,): mask_of([20, 21]), (10, 20): mask_of([1])}
     allowed = Listed(masks)
     found = row_masks(allowed, Proposal((10, 20, 11, 30)))
     assert found.masks == [masks[()], masks[10,], masks[10, 20], None, None]
-    assert found.untold is None
+    assert found.first_without_mask is None
     assert allowed.asked == [(), (10,), (10, 20)]
 
 
@@ -234,7 +234,7 @@ def test_a_legal_draft_token_behind_which_nothing_is_told_is_no_error(
     allowed = Listed({(): mask_of([10]), (10,): behind})
     found = row_masks(allowed, Proposal((10, 20, 11)))
     assert found.masks == [allowed.listed[()], None, None, None]
-    assert found.untold == 1
+    assert found.first_without_mask == 1
     assert allowed.asked == [(), (10,)]
 
 

@@ -12,8 +12,8 @@ from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
     DraftDistribution,
+    EncodedProposal,
     Proposal,
-    SealedProposal,
     decode_q,
     encode_q,
 )
@@ -95,17 +95,17 @@ GOOD = packed((1, 2), (HALF, HALF))
     ],
 )
 def test_how_far_a_proposal_can_be_read(second, num_readable):
-    part = SealedProposal((1, 2), GOOD + second).readable()
-    assert part == SealedProposal((1, 2)[:num_readable], GOOD * num_readable)
-    assert not SealedProposal((1, 2), b"?").readable()
+    part = EncodedProposal((1, 2), GOOD + second).decodable_prefix()
+    assert part == EncodedProposal((1, 2)[:num_readable], GOOD * num_readable)
+    assert not EncodedProposal((1, 2), b"?").decodable_prefix()
 
 
 def test_long_proposals_are_refused() -> None:
-    longest = SealedProposal((1,) * NUM_DRAFT_TOKENS_MAX)
-    assert longest.open() == Proposal(longest.token_ids)
-    longer = SealedProposal((1,) * (NUM_DRAFT_TOKENS_MAX + 1))
+    longest = EncodedProposal((1,) * NUM_DRAFT_TOKENS_MAX)
+    assert longest.decode() == Proposal(longest.token_ids)
+    longer = EncodedProposal((1,) * (NUM_DRAFT_TOKENS_MAX + 1))
     with pytest.raises(BadRequest, match=f"at most {NUM_DRAFT_TOKENS_MAX}") as caught:
-        longer.open()
+        longer.decode()
     assert caught.value.field == "proposal.token_ids"
 
 
@@ -114,18 +114,18 @@ Q = DraftDistribution((3, 4, 5), (COUNT_TOTAL - 2, 1, 1))
 
 def test_a_sealed_proposal_opens() -> None:
     proposal = Proposal((4, 9), (Q, None))
-    sealed = SealedProposal.of(proposal)
-    assert sealed.open() == proposal
-    assert sealed.without_q(Rule.TOKEN).open() == Proposal((4, 9), (None, None))
-    assert sealed.without_q(Rule.COUPLED).open() == Proposal((4, 9))
+    encoded = EncodedProposal.of(proposal)
+    assert encoded.decode() == proposal
+    assert encoded.without_q(Rule.TOKEN).decode() == Proposal((4, 9), (None, None))
+    assert encoded.without_q(Rule.COUPLED).decode() == Proposal((4, 9))
     with pytest.raises(BadRequest, match="does not hold the drafted token 6"):
-        SealedProposal.of(Proposal((6, 9), (Q, None))).open()
+        EncodedProposal.of(Proposal((6, 9), (Q, None))).decode()
 
 
 def test_a_cut_keeps_the_q_of_the_tokens_that_are_left() -> None:
-    sealed = SealedProposal.of(Proposal((9, 4, 7), (None, Q, None)))
-    assert sealed.cut(3) is sealed
-    assert sealed.cut(2).open() == Proposal((9, 4), (None, Q))
-    assert sealed.cut(1).open() == Proposal((9,), (None,))
-    assert sealed.cut(0).open() == Proposal()
-    assert SealedProposal((9, 4, 7)).cut(2) == SealedProposal((9, 4))
+    encoded = EncodedProposal.of(Proposal((9, 4, 7), (None, Q, None)))
+    assert encoded.cut(3) is encoded
+    assert encoded.cut(2).decode() == Proposal((9, 4), (None, Q))
+    assert encoded.cut(1).decode() == Proposal((9,), (None,))
+    assert encoded.cut(0).decode() == Proposal()
+    assert EncodedProposal((9, 4, 7)).cut(2) == EncodedProposal((9, 4))

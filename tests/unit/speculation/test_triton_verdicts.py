@@ -22,7 +22,7 @@ from outrider.speculation.logits_processing import DraftVocabulary  # noqa: E402
 from outrider.speculation.proposal import Proposal  # noqa: E402
 from outrider.speculation.random_streams import RoundNoise  # noqa: E402
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory  # noqa: E402
-from outrider.speculation.verification import Question, verdicts_from_logits  # noqa: E402
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits  # noqa: E402
 from tests.support.verdict_laws import drafted  # noqa: E402
 
 DEVICE = "cuda" if ON_CUDA else "cpu"
@@ -53,19 +53,19 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_verdicts, "_FAILED", set())
 
 
-def on_cpu(question: Question) -> Question:
-    """The same question in float64, which the kernels do not accept."""
-    return replace(question, logits=question.logits.double().cpu())
+def on_cpu(verify_input: VerifyInput) -> VerifyInput:
+    """The same input in float64, which the kernels do not accept."""
+    return replace(verify_input, logits=verify_input.logits.double().cpu())
 
 
-def question(
+def verify_input(
     rule: Rule,
     params: SamplingParams,
     num: int = 4,
     seed: int = 1,
     logits: torch.Tensor | None = None,
     is_masked: bool = False,
-) -> Question:
+) -> VerifyInput:
     """For random logits and a slightly flatter draft. Masks forbid half of the tokens, except in
     the second row, and all tokens beyond a limit."""
     generator = torch.Generator().manual_seed(seed)
@@ -76,7 +76,7 @@ def question(
     flatter = replace(flatter, repetition_penalty=1.0)
     proposal = drafted(logits[:-1].double(), flatter, noise)
     history = TokenHistory((1, 2), (3, 3), proposal.token_ids) if params.penalised else NO_HISTORY
-    asked = Question(logits.to(DEVICE), params, history, proposal, noise)
+    asked = VerifyInput(logits.to(DEVICE), params, history, proposal, noise)
     if not is_masked:
         return asked
     bits = np.random.default_rng(seed).integers(0, 256, (num + 1, 1_000 // 9), dtype=np.uint8)
@@ -88,7 +88,7 @@ def question(
 def test_verdicts_equal_those_without_kernels() -> None:
     """One call has all rules, sampling parameters and lengths; every third row is masked."""
     asked = [
-        question(rule, params, num=seed % 6, seed=seed, is_masked=seed % 3 == 0)
+        verify_input(rule, params, num=seed % 6, seed=seed, is_masked=seed % 3 == 0)
         for seed, (rule, params) in enumerate(product(Rule, SAMPLINGS))
         if params.greedy == (rule is Rule.GREEDY)
     ]
@@ -125,7 +125,7 @@ def test_draws_equal_those_without_kernels(is_reduced: bool) -> None:
 
 def test_each_is_what_it_would_be_alone() -> None:
     asked = [
-        question(rule, GREEDY if rule is Rule.GREEDY else SAMPLINGS[1], seed=7) for rule in Rule
+        verify_input(rule, GREEDY if rule is Rule.GREEDY else SAMPLINGS[1], seed=7) for rule in Rule
     ]
     assert verdicts_from_logits(asked) == [verdicts_from_logits([each])[0] for each in asked]
 
@@ -145,7 +145,7 @@ def test_what_filters_keep(spread: float, params: SamplingParams) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn((3, 5_000 if ON_CUDA else 1_500), generator=generator) * spread
     logits[2] = (logits[2] * 4).round() / 4
-    asked = question(Rule.TOKEN, params, num=2, logits=logits)
+    asked = verify_input(Rule.TOKEN, params, num=2, logits=logits)
     [own] = verdicts_from_logits([asked])
     [other] = verdicts_from_logits([on_cpu(asked)])
     assert own.correction == other.correction
@@ -160,9 +160,9 @@ def test_rows_without_a_distribution(bad: float) -> None:
     biased = replace(SAMPLINGS[3], logit_bias=((5, 1.0),))
     for seed, (rule, sampling) in enumerate(product(Rule, (SAMPLINGS[0], biased, GREEDY))):
         if sampling.greedy == (rule is Rule.GREEDY):
-            made = question(rule, sampling, num=3, seed=seed)
+            made = verify_input(rule, sampling, num=3, seed=seed)
             made.logits[1 + seed % 3, 5 if bad != -torch.inf else slice(None)] = bad
-            asked += [made, question(rule, sampling, num=1, seed=seed)]
+            asked += [made, verify_input(rule, sampling, num=1, seed=seed)]
     found = verdicts_from_logits(asked)
     expected = verdicts_from_logits([on_cpu(each) for each in asked])
     for own, other in zip(found, expected, strict=True):
@@ -180,7 +180,7 @@ def test_the_greedy_take_the_largest_of_nearly_equal_logits() -> None:
     logits[:, 3] = torch.nextafter(torch.tensor(0.3), torch.tensor(0.0))
     biased = replace(GREEDY, logit_bias=((3, 1.0), (7, 1.0)))
     asked = [
-        question(Rule.GREEDY, params, num=0, logits=row[None])
+        verify_input(Rule.GREEDY, params, num=0, logits=row[None])
         for params, row in zip((GREEDY, biased), logits, strict=True)
     ]
     # The sums are equal as float32, so the lower id is taken.
@@ -192,7 +192,7 @@ def test_the_greedy_take_the_largest_of_nearly_equal_logits() -> None:
 
 
 def test_draft_tokens_outside_their_q_are_found() -> None:
-    asked = question(Rule.TOKEN, SAMPLINGS[0])
+    asked = verify_input(Rule.TOKEN, SAMPLINGS[0])
     drafted = replace(asked.proposal, token_ids=(999, *asked.proposal.token_ids[1:]))
     with pytest.raises(InvariantError, match="outside the distribution"):
         verdicts_from_logits([replace(asked, proposal=drafted)])
@@ -201,7 +201,7 @@ def test_draft_tokens_outside_their_q_are_found() -> None:
 def test_kernels_that_do_not_run_are_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = question(Rule.TOKEN, SAMPLINGS[1])
+    asked = verify_input(Rule.TOKEN, SAMPLINGS[1])
     verification.try_kernels(asked.logits[:2])
     assert not caplog.records
 
@@ -218,7 +218,7 @@ def test_kernels_that_do_not_run_are_given_up(
 def test_a_draft_that_is_the_target_leaves_nothing_to_correct() -> None:
     logits = torch.full((2, 300), -torch.inf)
     logits[:, 7] = 0.0
-    asked = question(Rule.TOKEN, SAMPLINGS[0], num=1, logits=logits)
+    asked = verify_input(Rule.TOKEN, SAMPLINGS[0], num=1, logits=logits)
     assert asked.proposal.token_ids == (7,)
     for rule in (Rule.TOKEN, Rule.BLOCK):
         own = replace(asked, noise=replace(asked.noise, rule=rule))

@@ -12,7 +12,7 @@ from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
-from outrider.speculation.verification import Question, verdicts_from_logits
+from outrider.speculation.verification import VerifyInput, verdicts_from_logits
 from tests.support.verdict_laws import drafted, row_keys, score, verdict_from_logits
 
 P = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]], dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_float32_rows_are_the_float64_ones_to_their_precision(dtype, rule, param
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
     generator = torch.Generator().manual_seed(5)
-    questions = []
+    inputs = []
     for index, rule in enumerate([*Rule, *Rule, Rule.TOKEN]):
         num = (3, 0, 5, 3)[index % 4]
         greedy = rule is Rule.GREEDY
@@ -182,14 +182,14 @@ def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
         noise = RoundNoise(index, rule, 20 + index)
         near = logits[:num].float() + torch.randn(num, 9_000, generator=generator) / 2
         proposal = drafted(near, params, noise)
-        questions.append(Question(logits, params, NO_HISTORY, proposal, noise))
+        inputs.append(VerifyInput(logits, params, NO_HISTORY, proposal, noise))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together = verdicts_from_logits(questions)
+        together = verdicts_from_logits(inputs)
     finally:
         torch.set_num_threads(threads)
-    assert together == [verdicts_from_logits([question])[0] for question in questions]
+    assert together == [verdicts_from_logits([verify_input])[0] for verify_input in inputs]
 
 
 UNUSABLE = [float("nan"), INF, -INF]
@@ -240,8 +240,8 @@ def test_an_outcome_ends_before_a_row_without_a_distribution(bad, rule, fields):
         cut = Proposal(proposal.token_ids[:row], proposal.q[:row])
         good = verdict_from_logits(logits[: row + 1], params, HISTORY, cut, noise)
         expected = decide(good, cut.token_ids, rule, noise.accept_uniforms(row)).token_ids
-        broken = Question(with_bad_row(logits, row, bad), params, HISTORY, proposal, noise)
-        whole = Question(logits, params, HISTORY, proposal, noise)
+        broken = VerifyInput(with_bad_row(logits, row, bad), params, HISTORY, proposal, noise)
+        whole = VerifyInput(logits, params, HISTORY, proposal, noise)
         [found, other] = verdicts_from_logits([broken, whole])
         outcome = decide(found, proposal.token_ids, rule, noise.accept_uniforms(num))
         assert outcome.token_ids == expected[:row]

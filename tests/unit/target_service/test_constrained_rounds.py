@@ -27,10 +27,10 @@ from outrider.limits import GRAMMARS_MAX
 from outrider.replica.executors import InlineExecutor
 from outrider.replica.step_request import StepRequest
 from outrider.speculation.proposal import (
-    NOTHING_SEALED,
+    EMPTY_ENCODED_PROPOSAL,
     DraftDistribution,
+    EncodedProposal,
     Proposal,
-    SealedProposal,
 )
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
@@ -98,7 +98,7 @@ def check_meets(name: str, completion: Sequence[int]) -> None:
     matcher = PrefixMatcher(grammar(name), grammars())
     for index, token_id in enumerate(completion):
         assert token_id in allowed_ids(matcher), hf_tokenizer().decode(completion)
-        matcher.stand(index, [token_id])
+        matcher.replace_from(index, [token_id])
 
 
 BOUNDED = ("schema", "regex", "choice")
@@ -147,7 +147,7 @@ async def test_a_verdict_is_that_of_the_masked_logits(rule: Rule) -> None:
         proposal = Proposal(drafted, (None,) * len(drafted) * rule.needs_q)
         head = head_of(committed, rule=rule, constraint=CONSTRAINTS["schema"])
         async with running(grammars(), None) as pair:
-            item = VerifyItem(head, SealedProposal.of(proposal), num_logprobs=2)
+            item = VerifyItem(head, EncodedProposal.of(proposal), num_logprobs=2)
             reply = await pair.target.ask(item)
         tokens = [*committed, *(v if v < VOCAB else 0 for v in drafted)]
         rows = torch.stack(
@@ -184,13 +184,13 @@ async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if
     quote, digit = (hf_tokenizer().encode(text)[0] for text in '"1')
     group = DraftDistribution((quote, digit), (2**15, 2**15))
     q = (*[None] * len(first), group, None) if rule.needs_q else ()
-    proposal = SealedProposal.of(Proposal((*first, quote, digit), q))
+    proposal = EncodedProposal.of(Proposal((*first, quote, digit), q))
     bias = tuple((token_id, 2.0) for token_id in (*first, quote))  # Both outcomes occur.
     likely_quote, ends = SamplingParams(logit_bias=bias), set()
     async with running(grammars(), None) as pair:
 
         async def asked(
-            session: int, seed: int, proposal: SealedProposal, tokens: tuple[int, ...] = ()
+            session: int, seed: int, proposal: EncodedProposal, tokens: tuple[int, ...] = ()
         ) -> Any:
             head = head_of(
                 (*PROMPT, *tokens),
@@ -209,11 +209,11 @@ async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if
             ends.add(tokens[-1] == quote)
             if quote in tokens:
                 assert tokens[-1] == quote
-                failed = await asked(2 * seed, seed, NOTHING_SEALED, tokens)
+                failed = await asked(2 * seed, seed, EMPTY_ENCODED_PROPOSAL, tokens)
                 words = f"json_schema: cannot be applied after {len(tokens)} token"
                 assert words in failed.message
             if rule is Rule.COUPLED:
-                plain = await asked(2 * seed + 1, seed, NOTHING_SEALED)
+                plain = await asked(2 * seed + 1, seed, EMPTY_ENCODED_PROPOSAL)
                 assert plain.verdict.correction == tokens[:1]
     assert ends == {True, False}
 

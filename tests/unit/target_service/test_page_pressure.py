@@ -7,7 +7,7 @@ import pytest
 
 from outrider.interfaces.messages import DraftItem, Resync, VerdictReply, VerifyItem
 from outrider.limits import SILENT_SESSION_MS
-from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.proposal import EncodedProposal
 from tests.support.rounds import Replica, make_head, session_name
 from tests.support.toy_engine import ToyEngine
 
@@ -39,7 +39,7 @@ async def test_a_draft_that_finds_no_pages_proposes_nothing_at_once() -> None:
     first = await at.ask(DraftItem(make_head([1] * 9), 3))
     assert len(first.proposal) == 3
     none = await at.ask(DraftItem(make_head([2] * 7, session=2), 3, budget_us=LONG_US))
-    assert (none.proposal, none.base_length, none.cached_length) == (SealedProposal(()), 7, 0)
+    assert (none.proposal, none.base_length, none.cached_length) == (EncodedProposal(()), 7, 0)
     at.link.release(session_name(1), 1)
     again = await at.ask(DraftItem(make_head([2] * 8, session=2, round_index=1), 3))
     assert len(again.proposal) == 3

@@ -11,7 +11,7 @@ from outrider.errors import Overloaded
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import Refused, ReplyKey, Resync, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE, AnswerSender
-from outrider.speculation.proposal import Proposal, SealedProposal
+from outrider.speculation.proposal import EncodedProposal, Proposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.support.rounds import Player, Replica, make_head, session_name
 from tests.support.toy_engine import ToyEngine
@@ -267,7 +267,7 @@ async def test_a_proposal_takes_over(setting: Replica) -> None:
     question's prefix, and the verdict is that of the question alone."""
     wanted = await plain_tokens(2)
     head = make_head(wanted[:4], 3, rule=RULE, round_index=1)
-    item = VerifyItem(head, SealedProposal.of(Proposal((4, 5), (None, None))))
+    item = VerifyItem(head, EncodedProposal.of(Proposal((4, 5), (None, None))))
     setting.link.send(ask_round(PROMPT, 0, 0, 8))
     await setting.listener.wait(3)
     setting.link.send(item)

@@ -12,7 +12,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.interfaces.messages import VerdictReply, VerifyItem
 from outrider.limits import PAGE_SIZE
-from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
@@ -53,7 +53,7 @@ class Target(Replica):
         )
 
     async def verify(
-        self, tokens: Sequence[int], proposal: SealedProposal, num_next: int, **head: Any
+        self, tokens: Sequence[int], proposal: EncodedProposal, num_next: int, **head: Any
     ) -> VerdictReply:
         made = make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head)
         reply = await self.ask(VerifyItem(made, proposal, num_next_draft_tokens=num_next))
@@ -105,7 +105,7 @@ async def test_what_is_proposed_behind_each_outcome(rule: Rule, sampling: Sampli
     """After a rejected draft the engine holds all committed tokens but the newest, and no other
     page."""
     async with Target() as target:
-        tokens, proposal = list(PROMPT), NOTHING_SEALED
+        tokens, proposal = list(PROMPT), EMPTY_ENCODED_PROPOSAL
         accepted = []
         for index in range(9):
             reply = await target.verify(
@@ -115,7 +115,7 @@ async def test_what_is_proposed_behind_each_outcome(rule: Rule, sampling: Sampli
             accepted.append(outcome.num_accepted)
             tokens += outcome.token_ids
             proposal = reply.next_proposal
-            assert proposal.open() == target.expected(tokens, rule, sampling, 4)
+            assert proposal.decode() == target.expected(tokens, rule, sampling, 4)
             assert 0 < len(proposal) == 4
             assert reply.cached_length == target.engine.length(session_name(1)) == len(tokens) - 1
             pages = target.engine.page_counts()
@@ -128,7 +128,7 @@ async def test_a_proposal_follows_what_is_committed_before_logits_that_are_no_nu
     async with Target() as target:
         accepted: tuple[int, ...] = ()
         for _ in range(2):
-            reply = await target.verify(PROMPT, SealedProposal(accepted), 0, rule=Rule.COUPLED)
+            reply = await target.verify(PROMPT, EncodedProposal(accepted), 0, rule=Rule.COUPLED)
             accepted = (*accepted, reply.verdict.correction[-1])
         forward = target.engine.forward
 
@@ -138,13 +138,13 @@ async def test_a_proposal_follows_what_is_committed_before_logits_that_are_no_nu
             return [logits]
 
         target.engine.forward = broken  # type: ignore[method-assign]
-        proposal = SealedProposal(accepted)
+        proposal = EncodedProposal(accepted)
         reply = await target.verify(PROMPT, proposal, 3, rule=Rule.COUPLED, session=2)
         outcome = outcome_of(reply, proposal, Rule.COUPLED, SEED, len(PROMPT))
         assert outcome.token_ids == accepted
         tokens = [*PROMPT, *accepted]
         expected = target.expected(tokens, Rule.COUPLED, SamplingParams(), 3)
-        assert reply.next_proposal.open() == expected
+        assert reply.next_proposal.decode() == expected
 
 
 async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:
@@ -158,7 +158,7 @@ async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:
         for number, (rule, num_next) in wants.items():
             tokens = [*PROMPT, number, *replies[number].verdict.correction]
             expected = target.expected(tokens, rule, SamplingParams(), num_next)
-            assert replies[number].next_proposal.open() == expected
+            assert replies[number].next_proposal.decode() == expected
 
 
 async def test_no_end_is_proposed_before_min_tokens() -> None:
@@ -166,7 +166,9 @@ async def test_no_end_is_proposed_before_min_tokens() -> None:
     ends."""
     late = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=HEAD_IDS[1:])
     async with Target() as target:
-        reply = await target.verify(PROMPT, NOTHING_SEALED, 3, rule=Rule.GREEDY, sampling=late)
+        reply = await target.verify(
+            PROMPT, EMPTY_ENCODED_PROPOSAL, 3, rule=Rule.GREEDY, sampling=late
+        )
     *early, first_free = reply.next_proposal.token_ids
     assert early == [0, 0]
     assert first_free in HEAD_IDS[1:]
@@ -176,7 +178,7 @@ async def test_no_more_is_proposed_than_fits() -> None:
     async with Target() as target:
         for room, expected in ((3, 2), (2, 1), (1, 0)):
             tokens = [*PROMPT, *[5] * (LENGTH - len(PROMPT) - room)]
-            reply = await target.verify(tokens, NOTHING_SEALED, num_next=3, session=room)
+            reply = await target.verify(tokens, EMPTY_ENCODED_PROPOSAL, num_next=3, session=room)
             assert len(reply.next_proposal) == expected
 
 
@@ -191,12 +193,12 @@ async def test_a_verdict_stands_without_a_proposal_and_the_target_says_that_it_d
             raise RuntimeError("no memory")
 
     async with Target() as target:
-        expected = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
+        expected = await target.verify(PROMPT, EMPTY_ENCODED_PROPOSAL, num_next=3)
         assert (await target.link.describe(1.0)).drafts_itself
     async with Target(Broken) as target:
-        reply = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
+        reply = await target.verify(PROMPT, EMPTY_ENCODED_PROPOSAL, num_next=3)
     assert reply.verdict == expected.verdict
-    assert reply.next_proposal == NOTHING_SEALED
+    assert reply.next_proposal == EMPTY_ENCODED_PROPOSAL
 
 
 async def test_no_more_is_proposed_than_there_are_pages_for(
@@ -222,7 +224,7 @@ async def test_no_more_is_proposed_than_there_are_pages_for(
             expected = target.expected(
                 tokens, Rule.TOKEN, SamplingParams(), len(reply.next_proposal)
             )
-            assert reply.next_proposal.open() == expected
+            assert reply.next_proposal.decode() == expected
         assert target.engine.page_counts().num_free == 1
 
 
@@ -264,10 +266,10 @@ async def test_what_is_drawn_is_proposed_where_steps_fail(depth: int) -> None:
             return whole(*given)
 
         target.engine.forward_draft = failing
-        reply = await target.verify(PROMPT, NOTHING_SEALED, 4, rule=Rule.TOKEN)
+        reply = await target.verify(PROMPT, EMPTY_ENCODED_PROPOSAL, 4, rule=Rule.TOKEN)
         tokens = [*PROMPT, *reply.verdict.correction]
         expected = target.expected(tokens, Rule.TOKEN, SamplingParams(), depth)
-        assert reply.next_proposal.open().token_ids == expected.token_ids
+        assert reply.next_proposal.decode().token_ids == expected.token_ids
         assert target.engine.length(make_head(tokens).session_id) == len(PROMPT)
         delattr(target.engine, "forward_draft")
         reply = await target.verify(tokens, reply.next_proposal, 4, rule=Rule.TOKEN, round_index=1)
@@ -300,5 +302,5 @@ async def test_a_target_that_drafts_itself_answers_with_what_it_has(budget_s: fl
         text += reply.verdict.correction
         num = 2 if budget_s == 3.5 else 3
         expected = target.expected(text, Rule.TOKEN, SamplingParams(), num)
-    assert reply.next_proposal.open() == expected
+    assert reply.next_proposal.decode() == expected
     assert reply.next_out_of_time == (budget_s == 3.5)

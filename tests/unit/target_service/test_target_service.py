@@ -13,7 +13,7 @@ from outrider.foundation.tokens import EMPTY_DIGEST, TokenSequence
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.logits_processing import raw_logprobs, target_probabilities
-from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal, SealedProposal
+from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, EncodedProposal, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
 from tests.support.rounds import Replica, make_head, outcome_of, session_name
@@ -51,7 +51,7 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     tokens: the same tokens, and acceptance up to rounding."""
     sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 0.9, presence_penalty=0.7)
     head = make_head(PROMPT, rule=rule, sampling=sampling, prompt_length=2)
-    reply = await setting.ask(VerifyItem(head, SealedProposal.of(proposal)))
+    reply = await setting.ask(VerifyItem(head, EncodedProposal.of(proposal)))
     tokens = (*PROMPT, *proposal.token_ids)
     ends = range(len(PROMPT), len(tokens) + 1)
     rows = torch.stack([toy_logits(1, tokens[:end], 8) for end in ends])
@@ -74,7 +74,7 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
 
 async def test_logprobs_are_from_the_rows_before_their_tokens(setting: Replica) -> None:
     drafted = (4, 5)
-    item = VerifyItem(make_head(PROMPT), SealedProposal.of(Proposal(drafted)), num_logprobs=2)
+    item = VerifyItem(make_head(PROMPT), EncodedProposal.of(Proposal(drafted)), num_logprobs=2)
     reply = await setting.ask(item)
     rows = torch.stack([toy_logits(1, (*PROMPT, *drafted[:n]), 8) for n in range(3)])
     chosen = (*drafted, *reply.verdict.correction)
@@ -100,7 +100,7 @@ async def test_logprobs_that_are_no_numbers_end_the_outcome_before_them() -> Non
 
         async def ask(session: int, *drafted: int, num_logprobs: int | None = 2) -> Any:
             head = make_head(PROMPT, session=session, rule=Rule.COUPLED, sampling=sampling)
-            return await setting.ask(VerifyItem(head, SealedProposal(drafted), 0, num_logprobs))
+            return await setting.ask(VerifyItem(head, EncodedProposal(drafted), 0, num_logprobs))
 
         [token] = (await ask(1)).verdict.correction
         bare = await ask(2, token, num_logprobs=None)
@@ -125,7 +125,7 @@ async def test_missing_logprobs_cut_the_outcome_and_change_no_test(rule: Rule) -
     nums_accepted = set()
     async with target(MaskedNaN()) as setting:
         for seed in range(40):
-            proposal = SealedProposal.of(Proposal((1 + seed % 3, 2, 1), (q, q, q)))
+            proposal = EncodedProposal.of(Proposal((1 + seed % 3, 2, 1), (q, q, q)))
             outcomes = []
             for session, num_logprobs in ((2 * seed + 1, None), (2 * seed + 2, 1)):
                 head = make_head(PROMPT, session=session, rule=rule, sampling=sampling, seed=seed)
@@ -155,10 +155,10 @@ def sampled(**params: Any) -> VerifyItem:
 
 BAD_ITEMS = [
     ("head.append", VerifyItem(make_head((1, 8)))),
-    ("proposal", VerifyItem(make_head(range(8)), SealedProposal((1,)))),
+    ("proposal", VerifyItem(make_head(range(8)), EncodedProposal((1,)))),
     ("head.rule", sampled(temperature=0.0)),
-    ("proposal.q", VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), SealedProposal((1,)))),
-    ("proposal.q", VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), SealedProposal((1,), b"\1"))),
+    ("proposal.q", VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), EncodedProposal((1,)))),
+    ("proposal.q", VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), EncodedProposal((1,), b"\1"))),
     ("head.sampling", VerifyItem(replace(make_head(PROMPT), sampling=None))),
     ("sampling.top_k", sampled(top_k=9)),
     ("sampling.logit_bias", sampled(logit_bias=((2, 1.0), (8, 1.0)))),
@@ -185,7 +185,7 @@ async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: R
         q = (None, None, None) if rule.needs_q else ()
         item = VerifyItem(
             make_head(PROMPT, session=session, rule=rule),
-            SealedProposal.of(Proposal((4, 99, 5), q)),
+            EncodedProposal.of(Proposal((4, 99, 5), q)),
         )
         reply = await setting.ask(item)
         assert reply.verdict.accept_probability[1] == 0.0

@@ -15,7 +15,7 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.foundation.logs import JsonLines, about, identify
 from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.registry.registry import ROLES
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from outrider.telemetry import setup
 from outrider.telemetry.observer import RequestObserver
 from outrider.telemetry.request_spans import ObservedRequests
@@ -107,7 +107,7 @@ def _round(observer: RequestObserver, index: int, *, by_replica: bool = True) ->
     observer.answered("draft", 0.004, 1.0, 2.0)
     observer.asked("target")
     observer.answered("target", 0.010, 1.0, 6.0)
-    observer.decided(SealedProposal((1, 2)), 1, 2, 5)
+    observer.decided(EncodedProposal((1, 2)), 1, 2, 5)
 
 
 def test_unsampled_rounds_count_and_have_no_spans() -> None:
@@ -154,12 +154,12 @@ def test_acceptance_is_counted_by_position_and_context_length() -> None:
     exports = setup.start_exports("prometheus=0", "coordinator", "127.0.0.1", vllm_model="m")
     requests = ObservedRequests(exports.tracer, exports.meter, CoordinatorConfig())
     observer = requests.begin(REQUEST, "m", "")
-    two, three = SealedProposal((1, 2)), SealedProposal((1, 2, 3))
+    two, three = EncodedProposal((1, 2)), EncodedProposal((1, 2, 3))
     for proposal, num_accepted, length in (
         (two, 2, 1023),
         (two, 0, 1024),
         (three, 1, 70_000),
-        (NOTHING_SEALED, 0, 70_000),
+        (EMPTY_ENCODED_PROPOSAL, 0, 70_000),
     ):
         observer.decided(proposal, num_accepted, num_accepted + 1, length)
     accept = "application/openmetrics-text;version=1.0.0"
@@ -201,7 +201,7 @@ def test_a_request_that_breaks_off_ends_all_its_spans_once(
     recorded.observer.asked("target")
     recorded.observer.failed(Unavailable("gone"))
     recorded.observer.answered("target", 0.01, 0.0, 1.0)
-    recorded.observer.decided(NOTHING_SEALED, 0, 1, 4)
+    recorded.observer.decided(EMPTY_ENCODED_PROPOSAL, 0, 1, 4)
     recorded.observer.shown({1: 0.0}, 1)
     _round(recorded.observer, 2)
     recorded.observer.failed(Unavailable("again"))

@@ -18,7 +18,7 @@ from outrider.interfaces.request import GenerateRequest, ResumeRequest
 from outrider.interfaces.step_costs import StepCosts
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.audit_totals import AuditSums
-from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.proposal import EncodedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport import codec, request_codec
 from outrider.transport.codec import DRAFT, VERIFY, from_proto, to_proto
@@ -88,9 +88,9 @@ def heads(draw: st.DrawFn) -> messages.RoundHead:
 
 
 @st.composite
-def proposals(draw: st.DrawFn) -> SealedProposal:
+def proposals(draw: st.DrawFn) -> EncodedProposal:
     token_ids = tuple(draw(st.lists(IDS, max_size=limits.NUM_DRAFT_TOKENS_MAX)))
-    return SealedProposal(token_ids, draw(st.binary(max_size=40)) if token_ids else b"")
+    return EncodedProposal(token_ids, draw(st.binary(max_size=40)) if token_ids else b"")
 
 
 DEADLINE_US_MAX = 1000 * limits.DRAFT_DEADLINE_MS_MAX
@@ -266,7 +266,7 @@ def refused(codec: Any, message: Any) -> str | None:
 )
 def test_item_limits_from_both_sides(field: str, bad: Any, good: Any) -> None:
     head = make_head((1, 2), rule=Rule.TOKEN)
-    codec, item = VERIFY, messages.VerifyItem(head, SealedProposal((3,), b""))
+    codec, item = VERIFY, messages.VerifyItem(head, EncodedProposal((3,), b""))
     if field in ("num_draft_tokens", "look_ahead", "budget_us"):
         codec, item = DRAFT, messages.DraftItem(head, 1)
     message = item_message(codec, item)
@@ -302,7 +302,7 @@ KEY = make_head((1,)).key
 VERDICT = messages.VerdictReply(
     KEY, Verdict((0.5,), (1, 2)), 3, (messages.PositionLogprobs(-1.0, ((1, -1.0),)),) * 3
 )
-PROPOSED = messages.ProposalReply(KEY, SealedProposal((1,), b""), 3, 4)
+PROPOSED = messages.ProposalReply(KEY, EncodedProposal((1,), b""), 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ PROPOSED = messages.ProposalReply(KEY, SealedProposal((1,), b""), 3, 4)
         ),
         ("verdict.queue_ms", {"queue_ms": -1.0}),
         ("verdict.next_work_ms", {"next_work_ms": math.nan}),
-        ("verdict.next_proposal.token_ids", {"next_proposal": SealedProposal((2**31,), b"")}),
+        ("verdict.next_proposal.token_ids", {"next_proposal": EncodedProposal((2**31,), b"")}),
         ("verdict.audit", {"audit": AuditSums(3)}),
         ("verdict.audit", {"audit": AuditSums(1, 1, 1)}),
         ("verdict.audit.variance", {"audit": AuditSums(1, variance=-1.0)}),

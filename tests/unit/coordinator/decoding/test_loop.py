@@ -12,7 +12,7 @@ from coordinator.routing.drafts import Drafted
 from outrider.interfaces.request import RoundReport, Tokens
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.speculation.accept_reject import Origin
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from outrider.telemetry.observer import SILENT
 
 
@@ -44,7 +44,7 @@ async def test_rounds_with_reports_are_separate_events() -> None:
         assert tokens == Tokens(index, (index,), "a", (Origin.CORRECTION,), ())
 
 
-TOKENS = SealedProposal((1, 2, 3, 4))
+TOKENS = EncodedProposal((1, 2, 3, 4))
 
 
 def drafted(queue_ms: float, compute_ms: float, *, ahead: bool = False) -> Drafted:
@@ -63,7 +63,9 @@ async def test_figures_of_rounds_with_a_draft() -> None:
             drafted(9.0, 5.0, ahead=True),
         ):
             meter.decided(proposal, num_accepted=2, num_tokens=3)
-        meter.decided(Drafted(NOTHING_SEALED, "fallback", 0.0, 0), num_accepted=0, num_tokens=1)
+        meter.decided(
+            Drafted(EMPTY_ENCODED_PROPOSAL, "fallback", 0.0, 0), num_accepted=0, num_tokens=1
+        )
         await asyncio.sleep(0.1)
     found = meter.figures
     assert found.draft_waits == pytest.approx(0.25)

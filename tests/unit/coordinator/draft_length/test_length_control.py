@@ -125,17 +125,17 @@ def test_the_costs_of_a_draft_that_joins_later_start_from_its_table() -> None:
     table = StepCosts((1, 65), (0.01, 0.02))
     late = LengthControls(description(StepCosts((1, 33), (0.016, 0.02))), None, RUN_AHEAD)
     before = late.costs.forecast(1, 10).token_s[0]
-    late.hear_load(2, 3, description(table))
+    late.update_load(2, 3, description(table))
     known = late.costs.forecast(1, 10).token_s[0]
     assert known - before == pytest.approx(0.01, rel=0.1)
     assert (late.load.num_targets, late.load.num_elsewhere) == (2, 3)
     for _ in range(200):
         late.costs.note_drafted(RoundResult(1, (1.0,), 1, 10, 0.03, 0.016, 0.0), 0.046)
     measured = late.costs.forecast(1, 10).token_s[0]
-    late.hear_load(1, 0, description(table))
+    late.update_load(1, 0, description(table))
     assert late.costs.forecast(1, 10).token_s[0] == measured
     assert late.costs.forecast(1, 10).draft_s[0] == pytest.approx(0.03)
-    late.hear_load(1, 0, replace(description(table), weights_fingerprint="upgraded"))
+    late.update_load(1, 0, replace(description(table), weights_fingerprint="upgraded"))
     assert late.costs.forecast(1, 10).draft_s[0] == pytest.approx(0.01)
 
 

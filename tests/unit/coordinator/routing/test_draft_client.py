@@ -24,7 +24,7 @@ from outrider.limits import SILENT_DRAFT_S
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.proposal import EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule
 from tests.support.session_links import (
@@ -90,7 +90,7 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
         features = None
         if first is not None and first < one.length:
             features = Features(first, 1, bytes(2 * (min(one.length, first + 3) - first)))
-        draft.hear(verdict(features))
+        draft.on_verdict(verdict(features))
         draft.settle(one.length)
         one.decide((9,), Counters())
     assert draft.next_wanted(RoundLength(1, 0)) == NextWanted()
@@ -139,7 +139,7 @@ async def feed(draft: DraftClient, one: Session, index: int) -> int | None:
     """Plays a round whose verdict brings three rows. Returns where they begin."""
     assert (await draft.propose(index, asked(1), NOISE)).num_asked == 0
     first = draft.next_wanted(RoundLength(1, 0, next_max=1)).features_from
-    draft.hear(verdict(None if first is None else Features(first, 1, bytes(6))))
+    draft.on_verdict(verdict(None if first is None else Features(first, 1, bytes(6))))
     draft.settle(one.length)
     one.decide((9,), Counters())
     await asyncio.sleep(0.001)
@@ -199,12 +199,12 @@ async def test_rows_of_one_head_are_not_sent_to_another() -> None:
     SessionRoute[Any, Any](targets, context_of(one))
     draft = draft_of(pool=drafts, one=one)
     rows = Features(0, 1, bytes(2 * (one.length - 1)))
-    draft.hear(verdict(rows))
+    draft.on_verdict(verdict(rows))
     target.description = after
     for index in (1, 2):
         assert (await draft.propose(index, asked(1), NOISE)).source == "fallback"
     assert (draft.cache_state, second.sent) == (CacheState("r1", 0), [])
-    draft.hear(verdict(rows))
+    draft.on_verdict(verdict(rows))
     assert (await draft.propose(3, asked(1), NOISE)).source == "replica"
 
 
@@ -214,7 +214,7 @@ async def test_a_draft_that_was_asked_and_lost_counts_as_asked() -> None:
     draft, one = reading_draft(first, ScriptedLink())
     await feed(draft, one, 0)
     await feed(draft, one, 1)
-    draft.hear(verdict(Features(3, 1, bytes(2 * (one.length - 4)))))
+    draft.on_verdict(verdict(Features(3, 1, bytes(2 * (one.length - 4)))))
     asyncio.get_running_loop().call_later(0.1, lambda: first.on_lost(LinkLost("gone")))
     drafted = await draft.propose(2, asked(3), NOISE)
     assert (drafted.source, drafted.num_asked) == ("fallback", 3)
@@ -254,7 +254,7 @@ async def test_an_absent_draft_is_probed_without_waiting() -> None:
 
 def out_of_time(item: Any, num_tokens: int = 0) -> ProposalReply:
     length = item.head.committed_length
-    tokens = SealedProposal(tuple(range(num_tokens)))
+    tokens = EncodedProposal(tuple(range(num_tokens)))
     return ProposalReply(item.head.key, tokens, length, length, out_of_time=True)
 
 
@@ -322,7 +322,7 @@ async def test_a_round_that_is_not_timed_waits_for_no_hidden_states() -> None:
     draft, _ = reading_draft(link)
     length = asked(1, next_max=1, is_timed=False)
     assert draft.next_wanted(length) == NextWanted()
-    draft.hear(verdict(Features(0, 1, bytes(2 * 40))))
+    draft.on_verdict(verdict(Features(0, 1, bytes(2 * 40))))
     assert (await draft.propose(1, length, NOISE)).source == "fallback"
     assert not link.sent
 
@@ -354,7 +354,7 @@ def tokens(*token_ids: int) -> Any:
 
     def answer(item: Any) -> ProposalReply:
         length = item.head.committed_length
-        return ProposalReply(item.head.key, SealedProposal(token_ids), length, length + 1)
+        return ProposalReply(item.head.key, EncodedProposal(token_ids), length, length + 1)
 
     return answer
 
@@ -388,7 +388,7 @@ def pushed(
 ) -> ProposalReply:
     return ProposalReply(
         ReplyKey("0" * 32, 1, round_index),
-        SealedProposal(tokens, q),
+        EncodedProposal(tokens, q),
         base,
         base + len(assumed) - 1,
         assumed=assumed,

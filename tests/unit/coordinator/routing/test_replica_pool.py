@@ -32,7 +32,7 @@ from outrider.registry.registry import Starts
 from outrider.replica.service import StaleRoundFilter
 from outrider.sessions.store import CacheState
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from tests.support.session_links import (
     CONFIG,
     GONE_S,
@@ -110,7 +110,7 @@ async def test_if_all_replicas_are_away_the_session_waits_for_the_first_that_is_
     second = ScriptedLink(LinkLost("down"), LinkLost("down"), LinkLost("down"), verdict)
     first.away_until, second.away_until = 99.0, 0.5
     target = target_of(first, second)
-    await target.verify(0, NOTHING_SEALED)
+    await target.verify(0, EMPTY_ENCODED_PROPOSAL)
     assert 0.5 < asyncio.get_running_loop().time() < 1.0
     assert len(first.sent) == 1
 
@@ -119,7 +119,7 @@ async def test_a_replica_that_comes_and_goes_is_asked_at_intervals() -> None:
     links = [ScriptedLink(*[LinkLost("down")] * 999) for _ in range(2)]
     target = target_of(*links)
     with pytest.raises(Unavailable, match="no target can be reached"):
-        await target.verify(0, NOTHING_SEALED)
+        await target.verify(0, EMPTY_ENCODED_PROPOSAL)
     assert GONE_S <= asyncio.get_running_loop().time() <= GONE_S + 2.0
     assert sum(len(link.sent) for link in links) < 2.5 * GONE_S / PROBE_PERIOD_S
 
@@ -142,7 +142,7 @@ async def test_a_request_waits_for_a_target_that_is_being_started() -> None:
     pool, loop = pool_of(lost), asyncio.get_running_loop()
     starting(pool, (GONE_S - 1, STARTING))
     loop.call_at(4 * GONE_S, pool.admit, "r1", new, TOY)
-    await target_of(pool=pool).verify(0, NOTHING_SEALED)
+    await target_of(pool=pool).verify(0, EMPTY_ENCODED_PROPOSAL)
     assert loop.time() == pytest.approx(4 * GONE_S)
     pool = ReplicaPool("target")
     starting(pool, (loop.time(), STARTING))
@@ -171,7 +171,7 @@ async def test_a_request_fails_when_no_target_is_expected_or_it_takes_too_long(
     with pytest.raises(Unavailable, match=re.escape(f"{cause}; {reason}")):
         async with asyncio.timeout(2 * START_S):
             if begun:
-                await target_of(pool=pool).verify(0, NOTHING_SEALED)
+                await target_of(pool=pool).verify(0, EMPTY_ENCODED_PROPOSAL)
             await pool.wait_for_one(CONFIG)
     assert abs(asyncio.get_running_loop().time() - ends_at) <= RETRY_S_MAX
 
@@ -183,7 +183,7 @@ async def test_a_request_to_a_full_stream_does_not_wait_for_a_target_that_is_bei
     pool = pool_of(full)
     starting(pool, (0, STARTING))
     with pytest.raises(Unavailable, match="the target is overloaded: 4096 items wait; waited for"):
-        await target_of(pool=pool).verify(0, NOTHING_SEALED)
+        await target_of(pool=pool).verify(0, EMPTY_ENCODED_PROPOSAL)
     assert abs(asyncio.get_running_loop().time() - GONE_S) <= RETRY_S_MAX
 
 
@@ -210,7 +210,7 @@ async def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
     link.description = NEW
     link.on_lost(LinkLost("reset"))
     with pytest.raises(Unavailable, match="no target can be reached"):
-        await target.verify(1, NOTHING_SEALED)
+        await target.verify(1, EMPTY_ENCODED_PROPOSAL)
     assert (len(link.sent), other.sent) == (1, [])
 
 
@@ -263,7 +263,7 @@ async def test_a_target_that_is_removed_is_left_within_the_round() -> None:
     pool = pool_of(first)
     target = target_of(pool=pool)
     pool.admit("r1", second, TOY)
-    verifying = asyncio.create_task(target.verify(0, NOTHING_SEALED))
+    verifying = asyncio.create_task(target.verify(0, EMPTY_ENCODED_PROPOSAL))
     await asyncio.sleep(0.1)
     await pool.leave("r0")
     await verifying
@@ -486,7 +486,7 @@ def late_proposal(
     round_index: int, token_ids: tuple[int, ...] = (1, 2), assumed: tuple[int, ...] = ()
 ) -> ProposalReply:
     key = ReplyKey(SESSION, 1, round_index)
-    return ProposalReply(key, SealedProposal(token_ids), 3, 3, assumed=assumed)
+    return ProposalReply(key, EncodedProposal(token_ids), 3, 3, assumed=assumed)
 
 
 async def test_only_late_answers_count_as_stale() -> None:

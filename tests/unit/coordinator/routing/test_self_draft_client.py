@@ -14,7 +14,7 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.foundation.clock import run_virtually
 from outrider.interfaces.messages import ReplyKey, VerdictReply
 from outrider.speculation.accept_reject import Verdict
-from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
+from outrider.speculation.proposal import DraftDistribution, EncodedProposal, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule
 from tests.support.session_links import CONFIG, asked, context_of, session
@@ -43,7 +43,7 @@ def self_drafts(
     return SelfDraftClient(target, NgramDrafter(), config)
 
 
-def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
+def verdict(proposal: EncodedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
     key = ReplyKey(NAME, 1, 0)
     return VerdictReply(
         key,
@@ -56,17 +56,17 @@ def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> Verdict
     )
 
 
-def sealed(num_tokens: int) -> SealedProposal:
-    return SealedProposal.of(Proposal((4, 5, 4)[:num_tokens], (Q,) * num_tokens))
+def encoded(num_tokens: int) -> EncodedProposal:
+    return EncodedProposal.of(Proposal((4, 5, 4)[:num_tokens], (Q,) * num_tokens))
 
 
 def heard(
-    proposal: SealedProposal, next_max: int = 3, base_length: int = len(PROMPT)
+    proposal: EncodedProposal, next_max: int = 3, base_length: int = len(PROMPT)
 ) -> SelfDraftClient:
     """Those of a session that asked for this many tokens and got a proposal."""
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(3, 0, next_max=next_max))
-    drafts.hear(verdict(proposal, base_length))
+    drafts.on_verdict(verdict(proposal, base_length))
     return drafts
 
 
@@ -88,9 +88,9 @@ def test_how_much_of_the_next_round_is_asked_for(
 
 
 async def test_a_proposal_that_came_with_a_verdict_is_used_once() -> None:
-    drafts = heard(sealed(3))
+    drafts = heard(encoded(3))
     drafted = await drafts.propose(1, asked(2), NOISE)
-    assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
+    assert (drafted.proposal, drafted.num_asked) == (encoded(2), 2)
     assert (drafted.seconds, drafted.beside) == (0.0, DraftedBeside(3, 0.25, 0.125))
     again = await drafts.propose(2, asked(2), NOISE)
     assert (again.proposal.token_ids, again.num_asked) == ((2, 3), 0)
@@ -102,9 +102,9 @@ async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
     untimed = RoundLength(3, 0, next_max=3, is_timed=False)
     assert drafts.next_wanted(untimed).budget_us == 0
     assert drafts.next_wanted(RoundLength(3, 0, next_max=3)).budget_us == 25_000
-    drafts.hear(replace(verdict(sealed(2)), next_out_of_time=True))
+    drafts.on_verdict(replace(verdict(encoded(2)), next_out_of_time=True))
     drafted = await drafts.propose(1, asked(3), NOISE)
-    assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
+    assert (drafted.proposal, drafted.num_asked) == (encoded(2), 2)
 
 
 @pytest.mark.parametrize(("confident", "by_look_up"), [(0.5, True), (4.0, False)])
@@ -115,7 +115,7 @@ async def test_which_side_proposes_does_not_depend_on_what_the_target_drew(
         drafts = self_drafts(confident=confident)
         drafts.next_wanted(RoundLength(2, 0, next_max=2))
         q = DraftDistribution((2, 3, 4, 5), (2**14,) * 4)
-        drafts.hear(verdict(SealedProposal.of(Proposal(token_ids, (q,) * len(token_ids)))))
+        drafts.on_verdict(verdict(EncodedProposal.of(Proposal(token_ids, (q,) * len(token_ids)))))
         drafted = await drafts.propose(1, asked(2), NOISE)
         assert (drafted.beside is None) is by_look_up
         assert drafted.num_asked == 2
@@ -124,13 +124,13 @@ async def test_which_side_proposes_does_not_depend_on_what_the_target_drew(
 
 async def test_the_first_tokens_of_a_proposal_keep_their_distributions() -> None:
     other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))
-    drafts = heard(SealedProposal.of(Proposal((4, 1, 5), (Q, other, None))))
+    drafts = heard(EncodedProposal.of(Proposal((4, 1, 5), (Q, other, None))))
     drafted = await drafts.propose(1, asked(2), NOISE)
-    assert drafted.proposal.open() == Proposal((4, 1), (Q, other))
+    assert drafted.proposal.decode() == Proposal((4, 1), (Q, other))
     assert drafted.num_asked == 2
-    drafts.hear(verdict(SealedProposal.of(Proposal((4, 1), (None, other)))))
+    drafts.on_verdict(verdict(EncodedProposal.of(Proposal((4, 1), (None, other)))))
     again = await drafts.propose(1, asked(1), NOISE)
-    assert again.proposal == SealedProposal.of(Proposal((4,), (None,)))
+    assert again.proposal == EncodedProposal.of(Proposal((4,), (None,)))
 
 
 async def test_a_missing_proposal_counts_as_fallback_if_one_was_wanted() -> None:
@@ -138,21 +138,21 @@ async def test_a_missing_proposal_counts_as_fallback_if_one_was_wanted() -> None
     drafts = self_drafts()
     for wanted, length in ((True, RoundLength(3, 0, next_max=3)), (False, RoundLength(0, 5))):
         drafts.next_wanted(length)
-        drafts.hear(verdict(SealedProposal()))
+        drafts.on_verdict(verdict(EncodedProposal()))
         assert ((await drafts.propose(1, asked(2), NOISE)).source == "fallback") is wanted
 
 
 async def test_a_proposal_for_another_prefix_is_not_used() -> None:
-    drafts = heard(sealed(3), base_length=len(PROMPT) + 1)
+    drafts = heard(encoded(3), base_length=len(PROMPT) + 1)
     assert (await drafts.propose(1, asked(2), NOISE)).proposal.token_ids == (2, 3)
 
 
 @pytest.mark.parametrize(
     ("proposal", "message"),
-    [(sealed(3), "the proposal has 3 tokens; 2 are allowed"), (SealedProposal((4, 5)), "q")],
+    [(encoded(3), "the proposal has 3 tokens; 2 are allowed"), (EncodedProposal((4, 5)), "q")],
 )
 async def test_tokens_that_were_not_asked_for_are_not_used(
-    proposal: SealedProposal, message: str, caplog: pytest.LogCaptureFixture
+    proposal: EncodedProposal, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafts = heard(proposal, next_max=2)
     assert message in caplog.text
@@ -160,9 +160,9 @@ async def test_tokens_that_were_not_asked_for_are_not_used(
 
 
 def test_a_target_whose_own_proposals_cannot_be_read_is_asked_for_none() -> None:
-    drafts = heard(sealed(3))
+    drafts = heard(encoded(3))
     drafts.reject()
     assert drafts.next_wanted(RoundLength(1, 0, next_max=3)) == NextWanted()
-    drafts.hear(verdict(sealed(3)))
+    drafts.on_verdict(verdict(encoded(3)))
     drafted = run_virtually(drafts.propose(1, asked(3), NOISE))
     assert drafted.proposal.token_ids == (2, 3, 1)

@@ -17,7 +17,7 @@ from outrider.interfaces.messages import Resync
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
-from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
+from outrider.speculation.proposal import DraftDistribution, EncodedProposal, Proposal
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import SILENT
 from tests.support.session_links import (
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.virtual
 async def test_a_session_leaves_a_target_that_did_not_answer_twice() -> None:
     hanging, other = ScriptedLink(), ScriptedLink(verdict)
     target = target_of(hanging, other)
-    await target.verify(0, SealedProposal())
+    await target.verify(0, EncodedProposal())
     assert asyncio.get_running_loop().time() == pytest.approx(3 * ANSWER_S)
     assert (target.cache_state.replica, len(hanging.sent)) == ("r1", 2)
     assert [item.head.base_length for item in other.sent] == [0]
@@ -49,7 +49,7 @@ async def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
 
     link = ScriptedLink(resync(2, PROMPT[:2]), resync(3, (4, 4, 4)), verdict)
     target = target_of(link)
-    await target.verify(0, SealedProposal())
+    await target.verify(0, EncodedProposal())
     assert [item.head.base_length for item in link.sent] == [0, 2, 0]
 
 
@@ -69,14 +69,14 @@ async def test_a_refusal_ends_the_request(
 ) -> None:
     target = target_of(ScriptedLink(refuse(refusal)))
     with pytest.raises(becomes) as caught:
-        await target.verify(0, SealedProposal())
+        await target.verify(0, EncodedProposal())
     assert caught.value.grpc_code == becomes.grpc_code
 
 
 async def test_a_request_that_a_target_refuses_for_a_while_counts_once() -> None:
     before = REFUSALS["replica"]
     target = target_of(ScriptedLink(*[refuse(errors.Overloaded("full"))] * 3, verdict))
-    await target.verify(0, SealedProposal())
+    await target.verify(0, EncodedProposal())
     assert REFUSALS["replica"] == before + 1
 
 
@@ -97,7 +97,7 @@ async def second_round(one: Session, run_ahead: int = 0) -> tuple[Any, ...]:
     target = target_of(link, one=one)
     await play(target, one, 0)
     link.script = [None]
-    task = asyncio.create_task(target.verify(1, SealedProposal(), run_ahead))
+    task = asyncio.create_task(target.verify(1, EncodedProposal(), run_ahead))
     await asyncio.sleep(0.01)
     return link, target, task
 
@@ -121,11 +121,11 @@ async def test_a_round_that_the_target_ran_ahead_to_was_not_asked_for() -> None:
     one.decide((2,), Counters())
     head = replace(item.head, round=2)
     link.on_answer(verdict(replace(item, head=head), correction=3))
-    await target.verify(2, SealedProposal(), run_ahead=1)
+    await target.verify(2, EncodedProposal(), run_ahead=1)
     assert (target.was_asked, len(link.sent)) == (False, 2)
 
 
-READABLE = SealedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
+READABLE = EncodedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ async def test_a_proposal_is_verified_as_far_as_its_q_can_be_read(
     loop.call_later(1.5 * ANSWER_S, lambda: link.on_answer(opened(link.sent[0])))
     for wait in (1.6, 5.0, 9.0):
         loop.call_later(wait * ANSWER_S, lambda: link.on_answer(opened(link.sent[-1])))
-    reply = await target.verify(1, SealedProposal((1, 1), q))
+    reply = await target.verify(1, EncodedProposal((1, 1), q))
     assert reply.verdict.correction == (9,) * (len(verified) + 1)
     assert target.verified.token_ids == verified
     assert len(link.sent[-1].proposal) == len(verified)
