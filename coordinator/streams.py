@@ -149,7 +149,7 @@ class Streams:
         arrived = asyncio.get_running_loop().time()
         with self._admission.admitted(), ExitStack() as taking_over:
             taking_over.enter_context(self._sessions.taking_over(request.session_id, tenant))
-            await self._sessions.told(request.session_id)
+            await self._sessions.wait_for_store(request.session_id)
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._sessions.claim(record, request)
             # A client that wants all tokens again also gets the prompt's tokens again.
@@ -175,7 +175,7 @@ class Streams:
                         record,
                         lambda: (Session(record), replay(record, parameters, completion, request)),
                     )
-                    await self._sessions.vacate(record)
+                    await self._sessions.end_earlier_runs(record)
                     context = SessionContext(session, parameters, deadline, observer)
                     run = self._runs.start(context, arrived, replayed)
                 except BaseException:
@@ -199,7 +199,7 @@ class Streams:
             if run is not None and tenant in (run.session.record.tenant, None):
                 run.cancel()
                 return
-            await self._sessions.told(session_id)
+            await self._sessions.wait_for_store(session_id)
             record = await self.session(session_id, tenant)
             try:
                 await self._sessions.cancel(record)
@@ -268,7 +268,7 @@ class Streams:
             return self._runs.start(context, arrived, begun)
         except BaseException:
             if key is None:
-                self._sessions.give_up(session.record)
+                self._sessions.store_cancellation(session.record)
             else:
                 self._sessions.wait_for_client(session.record)
             raise

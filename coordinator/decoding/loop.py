@@ -238,7 +238,7 @@ class SessionRun:
         noise = RoundNoise(record.seed, record.rule, start_length)
         length = self._lengths.choose(self._completion.remaining)
         drafted = await self._propose(index, length, noise)
-        wanted = self._draft.next_wanted(length)
+        wanted = self._draft.next_round_request(length)
         self._observer.asked("target")
         asked_at = self._clock()
         reply = await self._target.verify(index, drafted.proposal, length.run_ahead, wanted)

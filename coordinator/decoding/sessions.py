@@ -35,7 +35,7 @@ from outrider.sessions.store import (
     FinishReason,
     SessionRecord,
     SessionStore,
-    Shared,
+    SharedText,
     contended,
     released,
 )
@@ -47,7 +47,7 @@ LOGPROBS_BYTES = 32
 """Reading this many bytes of stored log-probabilities takes as long as reading one token."""
 
 T = TypeVar("T")
-Told = asyncio.Task[errors.OutriderError | None]
+StoreCall = asyncio.Task[errors.OutriderError | None]
 """A task that repeats a call to the store until the store answers. Its result is the store's
 refusal, or the last error before the task gave up; None if the call succeeded."""
 
@@ -114,7 +114,7 @@ class OwnedSessions:
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
-        self._telling: dict[str, Told] = {}
+        self._store_calls: dict[str, StoreCall] = {}
         """Session id -> newest task that tells the store of the session's release or end."""
         self._taking: list[str] = []
         """Ids of sessions that are being taken over, one entry for each client that resumes."""
@@ -162,7 +162,7 @@ class OwnedSessions:
                 self.wait_for_client(new)
                 raise
             if kept != claimed:
-                self.give_up(new)
+                self.store_cancellation(new)
                 raise KeyTaken(key.with_session_of(kept))
         return Session(new)
 
@@ -213,7 +213,7 @@ class OwnedSessions:
         tenant: str,
         parameters: GenerationParameters,
         stored: str,
-        shared: Shared | None,
+        shared: SharedText | None,
         token_ids: tuple[int, ...],
     ) -> SessionRecord:
         return SessionRecord.new(
@@ -252,9 +252,9 @@ class OwnedSessions:
             if resumable:
                 self.wait_for_client(run.record)
             else:
-                self.give_up(run.record)
+                self.store_cancellation(run.record)
 
-    async def vacate(self, record: SessionRecord) -> None:
+    async def end_earlier_runs(self, record: SessionRecord) -> None:
         """Ends a session's earlier runs after the take-over that returned `record`. Raises
         `StaleEpoch` if a later take-over has already begun a run."""
         session_id = record.session_id
@@ -289,7 +289,7 @@ class OwnedSessions:
             async with asyncio.timeout(self._config.resume_grace_ms / 1e3):
                 await self._closing.wait()
         except TimeoutError:
-            await self.give_up(record, released(self.owner))
+            await self.store_cancellation(record, released(self.owner))
 
     @contextmanager
     def taking_over(self, session_id: str, tenant: str) -> Iterator[None]:
@@ -366,7 +366,7 @@ class OwnedSessions:
         taken_over = await self._take_over(record, cancels=True)
         if taken_over.finish_reason is not None:
             return
-        task = self.give_up(taken_over)
+        task = self.store_cancellation(taken_over)
         await asyncio.wait([task], timeout=limits.CANCEL_WAIT_S)
         if not task.done() or task.cancelled():
             raise errors.StoreUnavailable(
@@ -439,7 +439,7 @@ class OwnedSessions:
                 taken = replace(seen, epoch=seen.epoch + 1)
                 self._release(taken)
                 if cancels:
-                    self.give_up(taken, released(self.owner))
+                    self.store_cancellation(taken, released(self.owner))
             raise
         finally:
             self._unsettled.discard(session_id)
@@ -450,19 +450,23 @@ class OwnedSessions:
         return self._is_unsettled(session_id) or any(session_id in place for place in places)
 
     def _is_unsettled(self, session_id: str) -> bool:
-        return session_id in self._unsettled or session_id in self._telling
+        return session_id in self._unsettled or session_id in self._store_calls
 
-    async def told(self, session_id: str) -> None:
+    async def wait_for_store(self, session_id: str) -> None:
         """If the store has not yet answered a call that releases or ends the session, waits up to
         `TAKE_OVER_RETRY_MS` for the answer (`_take_over` says why)."""
-        if session_id in self._telling:
-            await asyncio.wait([self._telling[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3)
+        if session_id in self._store_calls:
+            await asyncio.wait(
+                [self._store_calls[session_id]], timeout=limits.TAKE_OVER_RETRY_MS / 1e3
+            )
 
-    def _release(self, record: SessionRecord) -> Told:
+    def _release(self, record: SessionRecord) -> StoreCall:
         session_id, epoch = record.session_id, record.epoch
-        return self._tell(session_id, lambda: self._store.release(session_id, epoch, self.owner))
+        return self._call_store(
+            session_id, lambda: self._store.release(session_id, epoch, self.owner)
+        )
 
-    def give_up(self, record: SessionRecord, owner: str = "") -> Told:
+    def store_cancellation(self, record: SessionRecord, owner: str = "") -> StoreCall:
         """Cancels a session that does not run here. The store refuses if the session's owner is
         not `owner`, by default this coordinator."""
         self.stored.end_early(record)
@@ -474,20 +478,20 @@ class OwnedSessions:
             FinishReason.CANCELLED,
             record.counters,
         )
-        return self._tell(record.session_id, lambda: self._store.finish(end))
+        return self._call_store(record.session_id, lambda: self._store.finish(end))
 
     async def _abandon(self, opening: asyncio.Task[None], new: SessionRecord) -> None:
         await asyncio.wait([opening])
-        await self.give_up(new)
+        await self.store_cancellation(new)
 
-    def _tell(self, session_id: str, call: Callable[[], Awaitable[object]]) -> Told:
+    def _call_store(self, session_id: str, call: Callable[[], Awaitable[object]]) -> StoreCall:
         """Starts a task that repeats a call until the store answers. Calls about the same session
         run one after the other. The task gives up when this coordinator's lease ends. While more
-        than `UNTOLD_SESSIONS_MAX` sessions have such tasks, the task gives up after
+        than `UNSTORED_ENDS_MAX` sessions have such tasks, the task gives up after
         `ABANDON_TRIES_MAX` calls."""
-        before = self._telling.get(session_id)
+        before = self._store_calls.get(session_id)
 
-        async def insist() -> errors.OutriderError | None:
+        async def repeat() -> errors.OutriderError | None:
             if before is not None:
                 await asyncio.wait([before])
             attempt = 0
@@ -495,7 +499,7 @@ class OwnedSessions:
                 try:
                     await call()
                 except errors.StoreUnavailable as error:
-                    is_full = len(self._telling) > limits.UNTOLD_SESSIONS_MAX
+                    is_full = len(self._store_calls) > limits.UNSTORED_ENDS_MAX
                     if self._lease_ends or (is_full and attempt + 1 >= limits.ABANDON_TRIES_MAX):
                         _log.warning("session %s: release or end not stored: %r", session_id, error)
                         return error
@@ -506,12 +510,12 @@ class OwnedSessions:
                 await back_off(attempt, self.random)
                 attempt += 1
 
-        def told(task: Told) -> None:
-            if self._telling.get(session_id) is task:
-                del self._telling[session_id]
+        def forget(task: StoreCall) -> None:
+            if self._store_calls.get(session_id) is task:
+                del self._store_calls[session_id]
 
-        task = self._telling[session_id] = self.in_background(insist())
-        task.add_done_callback(told)
+        task = self._store_calls[session_id] = self.in_background(repeat())
+        task.add_done_callback(forget)
         return task
 
     def random(self) -> float:

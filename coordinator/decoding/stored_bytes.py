@@ -25,7 +25,7 @@ from coordinator.requests.validation import GenerationParameters
 from outrider import limits
 from outrider.errors import Overloaded
 from outrider.sessions.state import Session
-from outrider.sessions.store import SessionRecord, Shared, StoreMemory
+from outrider.sessions.store import SessionRecord, SharedText, StoreMemory
 
 SESSION_BYTES = 2048
 """Memory of the store for a session without tokens, of which Redis' keys take about half."""
@@ -185,5 +185,5 @@ class StoredBytes:
             del self._totals[held.tenant]
 
 
-def _size(shared: Shared | None) -> tuple[str, int] | None:
+def _size(shared: SharedText | None) -> tuple[str, int] | None:
     return None if shared is None else (shared.digest, len(shared.text))

@@ -48,7 +48,7 @@ _HEADERS = (
 )
 
 
-class Generated(LiveResponse):
+class GeneratedResponse(LiveResponse):
     """A response with generated text: a whole answer, sent after the last event, or a stream of
     server-sent events. When the response ends for any reason, it closes `events`."""
 
@@ -174,7 +174,7 @@ class Generations:
             raise BadRequest("Last-Event-ID", reason)
         progress = Progress(len(translated.requests), event_id)
         events = self._events(request, translated, progress, key, session_id)
-        return Generated(events, answer, progress)
+        return GeneratedResponse(events, answer, progress)
 
     async def _events(
         self,

@@ -110,7 +110,7 @@ class Coordinators:
     """The host name in the coordinators' certificates. Empty = the host of the URL."""
 
 
-class Forwarded(LiveResponse):
+class ForwardedResponse(LiveResponse):
     """The response to a client, made of the responses of one or several coordinators."""
 
     _body: IO[bytes]
@@ -297,6 +297,6 @@ def build_gateway(
     @app.api_route("/{path:path}", methods=list(_METHODS))
     async def forward(request: Request) -> Response:
         is_known = request.state.caller is not ANYBODY or not access.asks_for_keys
-        return Forwarded(coordinators, bodies if is_known else None, request)
+        return ForwardedResponse(coordinators, bodies if is_known else None, request)
 
     return app

@@ -102,7 +102,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def raised(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
-            return Unsent()
+            return NoResponse()
         if isinstance(error, RequestValidationError):
             error = wrong_body(error.errors())
         elif isinstance(error, HTTPException):
@@ -185,7 +185,7 @@ _PORT = re.compile(r":\d*$")
 PAGE = "/page"
 
 
-class Unsent(Response):
+class NoResponse(Response):
     """Sends nothing, because the client has disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...

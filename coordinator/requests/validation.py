@@ -22,7 +22,7 @@ from outrider.foundation.shared_calls import SharedCalls
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.messages import ReplicaDescription
 from outrider.interfaces.request import ChatMessage, GenerateRequest, Prompt
-from outrider.sessions.store import SessionRecord, Shared
+from outrider.sessions.store import SessionRecord, SharedText
 from outrider.speculation.sampling_params import Rule, check_sampling
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ class ParametersWriter:
     in few parameters. The others are written and hashed once if they are large."""
 
     def __init__(self) -> None:
-        self._last: tuple[Sequence[Any], Shared] | None = None
+        self._last: tuple[Sequence[Any], SharedText] | None = None
         """The tenant and the common parameters of the newest session with large parameters."""
 
-    def write(self, parameters: GenerationParameters, tenant: str) -> tuple[str, Shared | None]:
+    def write(self, parameters: GenerationParameters, tenant: str) -> tuple[str, SharedText | None]:
         """Returns `SessionRecord.parameters` and `SessionRecord.shared`."""
         common = [tenant, *(getattr(parameters, name) for name in _common_fields())]
         # The sessions of a request have the same objects, so the comparison is fast.
@@ -82,7 +82,7 @@ class ParametersWriter:
                 return text, None
             others = _EXCLUDED | dict.fromkeys(_OWN, True)
             text = _adapter().dump_json(parameters, exclude=others).decode()
-            self._last = common, Shared.of(tenant, text)
+            self._last = common, SharedText.of(tenant, text)
         return _adapter().dump_json(parameters, include=_OWN).decode(), self._last[1]
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.drafts import (
-    NOTHING_WANTED,
+    NO_NEXT_REQUEST,
     Drafted,
     Drafts,
     LookupDrafts,
-    NextWanted,
+    NextRoundRequest,
     NoDrafts,
     SessionLookup,
 )
@@ -318,14 +318,14 @@ class DraftClient(_ModelDrafts):
         self._is_late = answer.out_of_time and not answer.proposal
         return answer
 
-    def next_wanted(self, length: RoundLength) -> NextWanted:
+    def next_round_request(self, length: RoundLength) -> NextRoundRequest:
         needs_features = self._reads_features and length.is_timed
         if not needs_features or not self._route.is_responsive or length.next_max == 0:
-            return NOTHING_WANTED
+            return NO_NEXT_REQUEST
         if self._features is not None and self._route.awaited is not None:
-            return NOTHING_WANTED  # `_features` must be sent first.
+            return NO_NEXT_REQUEST  # `_features` must be sent first.
         held = self._route.cached_length if self._reply is None else self._reply.cached_length
-        return NextWanted(features_from=max(0, held - 1))
+        return NextRoundRequest(features_from=max(0, held - 1))
 
     def on_verdict(self, reply: VerdictReply) -> None:
         is_newest = reply.features is not None or self._route.awaited is None
@@ -458,7 +458,7 @@ class SelfDraftClient(_ModelDrafts):
         config: CoordinatorConfig,
     ) -> None:
         super().__init__(target, lookup, config)
-        self._wanted = NOTHING_WANTED
+        self._wanted = NO_NEXT_REQUEST
         self._next_max = 0
         """`RoundLength.next_max` of the newest request. A hybrid may ask for fewer tokens."""
         self._is_rejected = False
@@ -492,13 +492,13 @@ class SelfDraftClient(_ModelDrafts):
             beside=DraftedBeside(num_drafted, took_s, work_s),
         )
 
-    def next_wanted(self, length: RoundLength) -> NextWanted:
+    def next_round_request(self, length: RoundLength) -> NextRoundRequest:
         if self._is_rejected:
-            return NOTHING_WANTED
+            return NO_NEXT_REQUEST
         self._next_max = length.next_max
         num_wanted = min(length.next_max, self._model_tokens)
         budget = budget_us(self._draft_s) if length.is_timed else 0
-        self._wanted = NextWanted(num_wanted, budget_us=budget)
+        self._wanted = NextRoundRequest(num_wanted, budget_us=budget)
         return self._wanted
 
     def on_verdict(self, reply: VerdictReply) -> None:
@@ -506,7 +506,7 @@ class SelfDraftClient(_ModelDrafts):
         self._reply = reply if proposal and self._is_fit(proposal, num_wanted) else None
 
     def reject(self) -> None:
-        self._is_rejected, self._reply, self._wanted = True, None, NOTHING_WANTED
+        self._is_rejected, self._reply, self._wanted = True, None, NO_NEXT_REQUEST
 
 
 def open_drafts(

@@ -44,7 +44,7 @@ class Drafted:
 
 
 @value(frozen=True, slots=True)
-class NextWanted:
+class NextRoundRequest:
     """What the target is asked to send with a verdict, for the next round. See `VerifyItem`."""
 
     num_draft_tokens: int = 0
@@ -52,7 +52,7 @@ class NextWanted:
     budget_us: int = 0
 
 
-NOTHING_WANTED = NextWanted()
+NO_NEXT_REQUEST = NextRoundRequest()
 
 
 class SessionLookup:
@@ -166,12 +166,12 @@ class Drafts:
         """Returns a proposal within the limits of `length` on tokens and time."""
         raise NotImplementedError
 
-    def next_wanted(self, length: RoundLength) -> NextWanted:
+    def next_round_request(self, length: RoundLength) -> NextRoundRequest:
         """Returns what the target should send with its verdict on a round of this `length`."""
-        return NOTHING_WANTED
+        return NO_NEXT_REQUEST
 
     def on_verdict(self, reply: VerdictReply) -> None:
-        """Takes a verdict, which may bring the extra data that `next_wanted` asked for."""
+        """Takes a verdict, which may bring the extra data that `next_round_request` asked for."""
 
     def settle(self, common_length: int) -> None:
         """Records a round's outcome. `common_length` is the number of tokens that were committed

@@ -6,7 +6,7 @@ import logging
 from random import Random
 
 from coordinator.routing.absence import Absence
-from coordinator.routing.drafts import NOTHING_WANTED, NextWanted
+from coordinator.routing.drafts import NO_NEXT_REQUEST, NextRoundRequest
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import (
@@ -70,7 +70,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         round_index: int,
         proposal: EncodedProposal,
         run_ahead: int = 0,
-        wanted: NextWanted = NOTHING_WANTED,
+        wanted: NextRoundRequest = NO_NEXT_REQUEST,
     ) -> VerdictReply:
         """Returns the verdict of a round, with the data `wanted` for the next round, and sets
         `verified`. Repeats the request until an answer arrives. Moves to another target if the
@@ -154,7 +154,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return is_moved
 
     def _ask(
-        self, number: int, proposal: EncodedProposal, run_ahead: int, wanted: NextWanted
+        self, number: int, proposal: EncodedProposal, run_ahead: int, wanted: NextRoundRequest
     ) -> None:
         logprobs = None if self._audits else self.context.parameters.logprobs
         self.send(

@@ -28,7 +28,7 @@ from outrider.replica.engines import build_engine, load_options
 
 from .documents import DOCUMENT_TOKENS_MAX, HELD_OUT_EVERY, Document, read_corpus, shuffled
 from .learners import LEARNERS, use_plain_attention
-from .measuring import Measured, measure, render_card
+from .measuring import MeasuredAcceptance, measure, render_card
 from .options import DRAFT_VOCAB, DistillOptions
 from .storage import exclusive_use, filled, folder_name
 from .teacher import Dataset, Target, TeacherCache, check_head
@@ -52,15 +52,15 @@ _GPU_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Distilled:
+class DistillResult:
     out: Path
-    measured: Sequence[Measured]
+    measured: Sequence[MeasuredAcceptance]
     """The acceptance in held-out texts, and in the answers to the prompts of `--measure`."""
     num_steps: int  # training steps, including those before an interruption
     seconds: float  # duration of this call, not of earlier calls whose files it used
 
 
-def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
+def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> DistillResult:
     """Makes the drafter. Raises `SettingError` for invalid options, and `ConfigError` if another
     run for this target is in progress."""
     fingerprint = tensors_fingerprint(target.directory)
@@ -93,7 +93,7 @@ class _Run:
         self._given = _long_enough(read_corpus(options.corpus, target.encode, self._tokens_max))
         _check_prompts(options, info.max_model_len - 1)
 
-    def finish(self, fingerprint: str) -> Distilled:
+    def finish(self, fingerprint: str) -> DistillResult:
         """Runs all stages. Answers the prompts of `--measure` first, so that the run fails early if
         a prompt does not fit into the target's pages."""
         options, learner, seconds = self._options, self._learner, self._options.minutes * 60
@@ -130,7 +130,7 @@ class _Run:
             (directory / "README.md").write_text(card, encoding="utf-8")
         num_steps = trainer.progress.num_steps
         seconds = time.monotonic() - self._begin
-        return Distilled(options.out, [*measured.values()], num_steps, seconds)
+        return DistillResult(options.out, [*measured.values()], num_steps, seconds)
 
     def _ask_to_measure(self) -> TeacherCache:
         options, info = self._options, self._info

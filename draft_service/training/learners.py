@@ -136,7 +136,7 @@ class Eagle3(Learner):
         [starts] = (batch.rows % width > 0).nonzero(as_tuple=True)
         depths: list[Depth] = []
         for depth, hidden in enumerate(module.unroll(features, tokens, NUM_DEPTHS)):
-            starts = starts[batch.behind[starts] >= depth]
+            starts = starts[batch.num_later[starts] >= depth]
             if not len(starts):
                 break
             read = module.norm(hidden.flatten(0, 1)[pairs[starts]])

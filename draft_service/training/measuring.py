@@ -21,7 +21,7 @@ _TOKENS_OF_A_PASS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredAcceptance:
     """Acceptance in held-out answers. `greedy` is measured in answers at temperature 0, and
     `sampled` in answers at temperature 1. If a temperature has no answers, all texts are used."""
 
@@ -35,7 +35,7 @@ class Measured:
     draft tokens were accepted."""
 
 
-def measure(learner: Learner, dataset: Dataset) -> Measured:
+def measure(learner: Learner, dataset: Dataset) -> MeasuredAcceptance:
     """Measures drafts in the held-out documents. In conversations, measures only answers. User
     turns were given, or drawn with min-p, so they do not follow the target's distribution. `greedy`
     and `sampled` use the first token of each chain (see `learners.py`)."""
@@ -64,7 +64,7 @@ def measure(learner: Learner, dataset: Dataset) -> Measured:
         float(np.concatenate(firsts.get(temperature, [everything]))[:, column].mean())
         for column, temperature in enumerate((0.0, 1.0))
     )
-    return Measured(len(everything), greedy, sampled, positions)
+    return MeasuredAcceptance(len(everything), greedy, sampled, positions)
 
 
 def _drafted(learner: Learner, batch: Batch) -> list[tuple[Array, Array]]:
@@ -101,7 +101,7 @@ def render_card(
     trainer: Trainer,
     dataset: Dataset,
     seconds: Sequence[float],
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, MeasuredAcceptance],
 ) -> str:
     """Returns the model card. `fingerprint` identifies the target's tensors. `seconds` are the
     times of writing, scoring and training. The keys of `measured` are names of the texts."""
@@ -164,7 +164,7 @@ def _data(dataset: Dataset) -> str:
     return "\n".join(rows)
 
 
-def _acceptance(measured: Mapping[str, Measured]) -> str:
+def _acceptance(measured: Mapping[str, MeasuredAcceptance]) -> str:
     rows = []
     for name, result in measured.items():
         positions = ", ".join("-" if p is None else f"{p:.3f}" for p in result.by_position)

@@ -230,7 +230,7 @@ class Batch:
     likeliest: Tensor  # [R]: the columns of the target's likeliest tokens; -1 = no column
     columns: Tensor  # [R, M]: the columns of the M likeliest tokens; arbitrary where `mass` is 0
     mass: Tensor  # [R, M], float32: p of the M likeliest tokens; 0 for tokens without a column
-    behind: Tensor  # [R]: how many later rows belong to the same document
+    num_later: Tensor  # [R]: how many later rows belong to the same document
     features: Tensor  # [B, T, W], bfloat16: each token's features; empty if the cache has none
 
 
@@ -273,7 +273,7 @@ class Dataset:
             "likeliest": columns[:, 0],
             "columns": columns.clip(0),
             "mass": mass.astype(np.float32),
-            "behind": np.concatenate([np.arange(size)[::-1] for size in sizes]),
+            "num_later": np.concatenate([np.arange(size)[::-1] for size in sizes]),
         }
         device = self.cache.device
         tensors = {name: torch.from_numpy(values).to(device) for name, values in arrays.items()}

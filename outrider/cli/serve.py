@@ -110,7 +110,7 @@ async def _until_it_fails(deployment: Deployment, state: Path, arguments: Argume
     local_state.publish(state, deployment.record, deployment.api_key)
     if not arguments.detach:
         _announce(deployment.record, arguments)
-    while (role := deployment.overview.hopeless) is None:
+    while (role := deployment.overview.failed_role) is None:
         await deployment.changed()
         try:
             local_state.publish(state, deployment.record)

@@ -60,7 +60,7 @@ FIRST_RETRY_DELAY_S = 1.0
 RETRY_DELAY_S_MAX = 30.0
 STABLE_S = 30.0
 """Once a replica has served for this time, earlier failures of its role no longer count."""
-HOPELESS_AFTER = 4
+GIVE_UP_AFTER = 4
 """`serve` ends if a role other than draft fails this many times in a row and has no replica."""
 
 
@@ -90,7 +90,7 @@ class Overview:
     wanted: Mapping[Role, int]
     replicas: tuple[ReplicaView, ...]
     """All replicas, the oldest first."""
-    hopeless: Role | None
+    failed_role: Role | None
     """Target or coordinator, if this role has no replica and its new replicas fail to start."""
     upgrades: bool = False
     failures: tuple[str, ...] = ()
@@ -376,8 +376,8 @@ class RestartState:
     replica leaves. So if new replicas fail to start, the other stale replicas still serve."""
 
     @property
-    def is_hopeless(self) -> bool:
-        return self.num_failures >= HOPELESS_AFTER
+    def has_given_up(self) -> bool:
+        return self.num_failures >= GIVE_UP_AFTER
 
 
 class Fleet:
@@ -414,7 +414,7 @@ class Fleet:
 
     def overview(self, upgrades: bool, trial: TrialReport | None) -> Overview:
         views = self._views()
-        return Overview({**self.wanted}, views, self.hopeless, upgrades, self.failures, trial)
+        return Overview({**self.wanted}, views, self.failed_role, upgrades, self.failures, trial)
 
     def of(self, role: Role) -> list[Replica]:
         return [replica for replica in self.replicas if replica.role == role]
@@ -424,9 +424,9 @@ class Fleet:
         return tuple(restart.reason for restart in self._restarts.values() if restart.reason)
 
     @property
-    def hopeless(self) -> Role | None:
+    def failed_role(self) -> Role | None:
         for role in ("target", "coordinator"):
-            if self._restarts[role].is_hopeless and not self.of(role):
+            if self._restarts[role].has_given_up and not self.of(role):
                 return role
         return None
 
@@ -441,7 +441,7 @@ class Fleet:
         return Starts(
             role,
             names,
-            bool(names or is_missing) and not restart.is_hopeless,
+            bool(names or is_missing) and not restart.has_given_up,
             restart.num_failures,
             self._last_start_s.get(role),
         )
@@ -492,7 +492,7 @@ class Fleet:
             role: start.last_s for role, start in starts.items() if start.last_s is not None
         }
         self.wanted |= Counter(replica.role for replica in self.replicas if not replica.on_trial)
-        await retried("the wanted numbers of replicas cannot be read", self._agree)
+        await retried("the wanted numbers of replicas cannot be read", self._adopt_wanted)
         try:
             self.spec = self.settled(self.spec)
         except ConfigError as error:  # The existing replicas continue to serve.
@@ -562,7 +562,7 @@ class Fleet:
             self._follow(replica)
         while True:
             try:
-                await self._agree()
+                await self._adopt_wanted()
                 await self._registry.announce_starts([self.starts(role) for role in ROLES])
             except OutriderError as error:
                 _log.info("the wanted numbers of replicas cannot be read: %s", error)
@@ -729,7 +729,7 @@ class Fleet:
             self._replicas.pop(replica.name, None)
             self._changed.set()
 
-    async def _agree(self) -> None:
+    async def _adopt_wanted(self) -> None:
         """Reads the wanted numbers from Redis. Writes the numbers that Redis lacks, and the number
         of started replicas, because Redis may have lost its data."""
         wanted = await self._registry.wanted()

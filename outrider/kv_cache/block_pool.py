@@ -134,7 +134,7 @@ class BlockPool:
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """See `Engine.can_hold`."""
-        return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
+        return self._has_free_pages(steps) or self._num_missing(steps, without) <= 0
 
     def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
         """Takes slots for the tokens of the steps. No sequence may have two steps. An unknown
@@ -147,7 +147,7 @@ class BlockPool:
         `written`, and drop them with `keep`. Else the next `whole` call raises `InvariantError`."""
         for step in steps if whole else ():
             self._sequence(step.sequence_id).check_written()
-        if not self._is_roomy(steps):
+        if not self._has_free_pages(steps):
             self._make_room(self._num_needed(steps, Counter()))
         copies: list[Copy] = []
         for step in steps:
@@ -210,7 +210,7 @@ class BlockPool:
             if known in self._remembered:
                 self._remembered.move_to_end(known)
 
-    def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
+    def _has_free_pages(self, steps: Sequence[SequenceStep]) -> bool:
         """Whether there are enough free pages even if each step needs a copy of its sequence's last
         page. An exact count would take longer."""
         size = self.page_size

@@ -101,7 +101,7 @@ class WidenedLinear(InferenceLinear):
         return self._dense
 
 
-def quick(
+def fastest_linear(
     weight: Tensor, bias: Tensor | None, kernels: PaceKernels | None = None
 ) -> InferenceLinear | None:
     """Returns the fastest layer on this machine for a weight [out, in], or None if the model's

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.errors import InvariantError, check
 from outrider.kernels.cpu import PaceKernels
-from outrider.models.linear_layers import quick
+from outrider.models.linear_layers import fastest_linear
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -304,10 +304,10 @@ def _quick_linear(layer: Any, kernels: PaceKernels | None) -> nn.Module | None:
     if not is_conv and not _is_plain(layer):
         return None
     weight = layer.weight.t() if is_conv else layer.weight
-    new = quick(weight, layer.bias, kernels)
+    new = fastest_linear(weight, layer.bias, kernels)
     if kernels is None or new is None or _same_rows(layer, new, weight.shape[1], weight):
         return new
-    return quick(weight, layer.bias)
+    return fastest_linear(weight, layer.bias)
 
 
 def _joinable(*linears: nn.Module) -> bool:

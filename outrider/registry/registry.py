@@ -111,7 +111,7 @@ class Starts:
     """Replicas that are being started."""
     expected: bool = False
     """Whether a replica is being started, or will be after a pause. False if so many have failed in
-    a row that the role counts as hopeless."""
+    a row after which the role is given up."""
     num_failures: _Number = 0
     """Number of replicas in a row that failed to start or soon ended."""
     last_s: _Figure = None

@@ -240,7 +240,7 @@ class RedisStore(store.SessionStore):
         await self._scripts.close()
         await self._client.aclose()
 
-    async def _share(self, text: store.Shared) -> None:
+    async def _share(self, text: store.SharedText) -> None:
         """Stores a shared text, or restarts its time to live. It outlives all sessions that have
         it, also those that finish. Simultaneous calls share one round trip."""
         keys, ttl_ms = (self._shared_key(text.digest),), self.session_ttl_ms + self.finished_ttl_ms
@@ -300,7 +300,7 @@ class RedisStore(store.SessionStore):
             text = await self._scripts.run(_READ_SHARED, ((self._shared_key(digest),), ()))
             if not text:
                 raise errors.DataLoss(f"parameters of session {session_id} are not stored any more")
-            shared = store.Shared(digest, text.decode())
+            shared = store.SharedText(digest, text.decode())
         tokens, logprobs = contents
         decode = partial(decode_record, session_id, fields, tokens, logprobs, shared)
         if sum(map(len, contents)) <= limits.RECORD_INLINE_BYTES:
@@ -354,7 +354,7 @@ def decode_record(
     fields: Mapping[bytes, bytes],
     tokens: bytes,
     logprobs: bytes,
-    shared: store.Shared | None,
+    shared: store.SharedText | None,
 ) -> store.SessionRecord:
     """Decodes a session's hash, tokens and log-probabilities. Raises `DataLoss` if the tokens are
     not complete, or if the form of the data is unknown."""

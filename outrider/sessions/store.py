@@ -85,7 +85,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedText:
     """A text that several sessions of a tenant have in common. The store keeps it once."""
 
     digest: str
@@ -129,7 +129,7 @@ class SessionRecord:
     logprobs: str = ""
     """A JSON line for each token after the prompt, or nothing."""
     finish_reason: FinishReason | None = None
-    shared: Shared | None = None
+    shared: SharedText | None = None
     """JSON of further parameters, which other sessions may have, too."""
 
     @classmethod
@@ -142,7 +142,7 @@ class SessionRecord:
         rule: Rule,
         parameters: str,
         prompt_ids: tuple[int, ...],
-        shared: Shared | None = None,
+        shared: SharedText | None = None,
     ) -> Self:
         """Returns the record of a new session."""
         return cls(

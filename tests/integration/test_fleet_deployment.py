@@ -61,7 +61,7 @@ async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     needs certain numbers calls `wanting`."""
     async with Deployment(load_config(SETTINGS, {}), tmp_path_factory.mktemp("fleet")) as started:
         yield started
-        assert started.overview.hopeless is None
+        assert started.overview.failed_role is None
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -64,7 +64,7 @@ async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
     wanted = await registry.wanted()
     assert all(0 <= count <= REPLICAS_MAX for count in wanted.values())
     assert 0 <= await registry.started() <= REPLICA_NUMBER_MAX
-    await fleet._agree()
+    await fleet._adopt_wanted()
     await scaling.adjust()
     least = {"coordinator": 1, "target": 1, "draft": 0}
     assert all(least[role] <= fleet.wanted[role] <= REPLICAS_MAX for role in ROLES)

@@ -218,4 +218,4 @@ async def test_a_replica_that_any_rank_leaves_or_in_which_it_hangs_is_replaced(
         END_S,
     )
     assert shared.overview.of("target")[0].name != before.name
-    assert shared.overview.hopeless is None
+    assert shared.overview.failed_role is None

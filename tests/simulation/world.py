@@ -239,7 +239,7 @@ class World:
         if self._fleet_task is not None:
             if self._fleet_task.done():
                 self._fleet_task.result()
-            if role := self.fleet.hopeless:
+            if role := self.fleet.failed_role:
                 self.hear_failure(InvariantError(f"the fleet has given up for want of a {role}"))
         broken = self.broken or self.redis.history.broken
         if broken is not None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from outrider.models.eagle3 import Eagle3Config, Eagle3Head, LoadedEagle3, save_speculators
 from outrider.models.fingerprint import tensors_fingerprint
-from outrider.models.linear_layers import quick
+from outrider.models.linear_layers import fastest_linear
 from outrider.models.student import StudentDescription, save_student
 
 MAX_MODEL_LEN = 128
@@ -75,7 +75,7 @@ def flat_module(vocab_size: int, max_model_len: int) -> Any:
 
 def quick_linear(dtype: torch.dtype) -> type:
     """The replacements of linear layers on this machine's CPU, in float32 or bfloat16."""
-    return type(quick(torch.zeros(1, 1, dtype=dtype), None))
+    return type(fastest_linear(torch.zeros(1, 1, dtype=dtype), None))
 
 
 def twin(module: Any) -> Any:

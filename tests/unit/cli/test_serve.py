@@ -113,13 +113,13 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path, sta
     deployment.start = AsyncMock()
 
     async def tell(
-        *replicas: tuple[Role, str, str], hopeless: Role | None = None
+        *replicas: tuple[Role, str, str], failed_role: Role | None = None
     ) -> local_state.DeploymentRecord:
         views = [
             ReplicaView(f"{role}-{age}", role, address, http_address=http)
             for age, (role, address, http) in enumerate(replicas)
         ]
-        deployment.overview = Overview({"draft": 1}, tuple(views), hopeless)
+        deployment.overview = Overview({"draft": 1}, tuple(views), failed_role)
         deployment._changed.set()
         await asyncio.sleep(0.01)
         return local_state.running_deployment(state)
@@ -136,7 +136,7 @@ async def test_the_record_is_true_while_replicas_come_and_go(tmp_path: Path, sta
     deployment.config = load_config({"max_num_seqs": 7}, {})
     found = await tell(("coordinator", "h:1", ""))
     assert (found.grpc_address, found.settings["max_num_seqs"]) == ("h:1", 7)
-    await tell(hopeless="target")
+    await tell(failed_role="target")
     with pytest.raises(Unavailable, match="there is no target, and none can be started"):
         await serving
 

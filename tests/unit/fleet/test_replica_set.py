@@ -22,7 +22,7 @@ from outrider.fleet.replica_set import (
     CHECK_PERIOD_S,
     END_GRACE_S,
     FIRST_RETRY_DELAY_S,
-    HOPELESS_AFTER,
+    GIVE_UP_AFTER,
     RETRY_DELAY_S_MAX,
     ReplicaView,
     next_steps,
@@ -83,7 +83,7 @@ async def test_a_replica_on_a_drained_node_stays_while_no_other_node_has_room() 
         world.machines.room, world.machines.drained = len(world.machines.actors), {"there"}
         await asyncio.sleep(120)
         assert world.names("target") == [old]
-        assert world.fleet.hopeless is None
+        assert world.fleet.failed_role is None
         assert world.fleet.overview(upgrades=True, trial=None).num_stale == 0
         world.machines.room += 1
         await asyncio.sleep(60)
@@ -161,15 +161,15 @@ async def test_one_that_is_not_wanted_any_more_never_starts() -> None:
         assert world.fleet.wanted["draft"] == 1
 
 
-async def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> None:
+async def test_a_fleet_without_a_target_that_none_can_replace_has_failed() -> None:
     async with playing() as world:
         world.machines.failures["target"] = ConfigError("no such file")
         world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
         async with asyncio.timeout(60):
-            while world.fleet.hopeless is None:
+            while world.fleet.failed_role is None:
                 await asyncio.sleep(0.1)
-        assert world.fleet.hopeless == "target"
-        assert world.machines.starts.count("target") == HOPELESS_AFTER - 1
+        assert world.fleet.failed_role == "target"
+        assert world.machines.starts.count("target") == GIVE_UP_AFTER - 1
 
 
 async def test_a_replica_is_killed_once_the_head_answers_again() -> None:
@@ -186,13 +186,13 @@ async def test_a_replica_is_killed_once_the_head_answers_again() -> None:
         assert len(world.names("draft")) == 1
 
 
-async def test_a_coordinator_that_finds_no_target_does_not_make_the_fleet_hopeless() -> None:
+async def test_a_coordinator_that_finds_no_target_does_not_make_the_fleet_fail() -> None:
     """The only target may take longer to start than four attempts of the coordinator."""
     async with playing() as world:
         world.machines.failures["coordinator"] = TargetUnavailable("no target is known")
         world.actor(world.names("coordinator")[0]).end.set_exception(EngineLost("gone"))
         await asyncio.sleep(120)
-        assert world.fleet.hopeless is None
+        assert world.fleet.failed_role is None
         world.machines.failures.clear()
         await asyncio.sleep(60)
         assert len(world.names("coordinator")) == 1
@@ -286,7 +286,7 @@ async def test_a_target_that_fails_again_and_again_is_not_expected() -> None:
                 await asyncio.sleep(0.1)
                 found = (await world.registry.starts())["target"]
                 expected = found.expected or not found.num_failures
-        assert found.num_failures == HOPELESS_AFTER
+        assert found.num_failures == GIVE_UP_AFTER
         del world.machines.failures["target"]
         await asyncio.sleep(2 * RETRY_DELAY_S_MAX)
         assert (await world.registry.starts())["draft"] == Starts("draft", last_s=0.0)

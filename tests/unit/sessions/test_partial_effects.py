@@ -14,7 +14,7 @@ from outrider import errors
 from outrider.redis.connection import Call, Script
 from outrider.sessions import state
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, FinishReason, SessionRecord, Shared
+from outrider.sessions.store import Counters, FinishReason, SessionRecord, SharedText
 from tests.simulation.redis_data import WRITES, RedisData, Reply, ReplyError
 from tests.support.script_store import ScriptStore
 from tests.support.session_model import IDS, OWNERS, end_of, new_session, next_append
@@ -90,7 +90,7 @@ async def opening(bench: Bench) -> Work:
 
 
 def sharing() -> SessionRecord:
-    return replace(new_session(), shared=Shared.of("tenant", '{"constraint": 1}'))
+    return replace(new_session(), shared=SharedText.of("tenant", '{"constraint": 1}'))
 
 
 async def opening_with_a_shared_text(bench: Bench) -> Work:
@@ -336,7 +336,9 @@ async def test_sessions_share_one_copy_of_a_text_that_outlives_them() -> None:
     await bench.finish(end_of(Session(records[0])))
     for key in (f"session:{{{IDS[0]}}}", f"session:{{{IDS[1]}}}"):
         assert bench.data.ttl_ms(key.encode()) < bench.data.ttl_ms(shared)
-    other = replace(records[0], session_id="a" * 32, shared=Shared.of("other", '{"constraint": 1}'))
+    other = replace(
+        records[0], session_id="a" * 32, shared=SharedText.of("other", '{"constraint": 1}')
+    )
     await bench.open(other)
     assert sum(key.startswith(b"shared:") for key in bench.data.sorted_keys()) == 2
     bench.data.drop(shared)

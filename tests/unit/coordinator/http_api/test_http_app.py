@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.auth.access_control import AccessControl, RateExceeded, watch_keys
 from coordinator.decoding.sessions import RequestKey
-from coordinator.http_api.app import Generated
+from coordinator.http_api.app import GeneratedResponse
 from coordinator.http_api.progress import Progress
 from outrider.errors import BadRequest, Unavailable
 from outrider.foundation import refusals
@@ -189,7 +189,7 @@ async def test_an_abandoned_answer_is_closed(num_turns: int, told: list[dict[str
 
     broken = AsyncMock(side_effect=OSError("broken"))
     answer: Any = SimpleNamespace(take=lambda *_: told)
-    call = Generated(events(), answer, Progress(1))({}, asyncio.Event().wait, broken)  # type: ignore[arg-type]
+    call = GeneratedResponse(events(), answer, Progress(1))({}, asyncio.Event().wait, broken)  # type: ignore[arg-type]
     running = asyncio.create_task(call)
     for _ in range(num_turns):
         await asyncio.sleep(0)
@@ -214,7 +214,7 @@ async def test_a_response_that_is_cancelled_at_its_end_is_complete(stream: bool)
     answer: Any = SimpleNamespace(
         take=lambda *_: [{}] * stream, whole=dict, last=b"{}", is_stream=stream, is_named=False
     )
-    response = Generated(events(), answer, Progress(1))
+    response = GeneratedResponse(events(), answer, Progress(1))
     running = asyncio.create_task(response({"type": "http"}, asyncio.Event().wait, send))  # type: ignore[arg-type]
     await running
     assert ends == [b"{}"]

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.draft_client import RETRY_S, DraftClient, PushedProposals
-from coordinator.routing.drafts import NextWanted
+from coordinator.routing.drafts import NextRoundRequest
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.config.deployment import DraftConfig
 from outrider.drafters.features import Features
@@ -85,7 +85,7 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
             await asyncio.sleep(0.001)  # What is not waited for comes before the next round.
             sources.append(drafted.source == "replica")
             assert drafted.num_asked == (1 if sources[-1] else 0)
-        first = draft.next_wanted(RoundLength(1, 0, next_max=1)).features_from
+        first = draft.next_round_request(RoundLength(1, 0, next_max=1)).features_from
         wanted.append(first)
         features = None
         if first is not None and first < one.length:
@@ -93,7 +93,7 @@ async def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
         draft.on_verdict(verdict(features))
         draft.settle(one.length)
         one.decide((9,), Counters())
-    assert draft.next_wanted(RoundLength(1, 0)) == NextWanted()
+    assert draft.next_round_request(RoundLength(1, 0)) == NextRoundRequest()
     sent = [item.features and (item.features.first, item.features.end) for item in link.sent]
     assert wanted == [0, 3, 5, 6, 7, 8, 1, 4, 7, *[None] * 3, 7, 10, 13, 16, 19, 20]
     assert sources == [False, *[True] * 4, *[False] * 10, True, True]
@@ -138,7 +138,7 @@ def reading_draft(*links: ScriptedLink) -> tuple[DraftClient, Session]:
 async def feed(draft: DraftClient, one: Session, index: int) -> int | None:
     """Plays a round whose verdict brings three rows. Returns where they begin."""
     assert (await draft.propose(index, asked(1), NOISE)).num_asked == 0
-    first = draft.next_wanted(RoundLength(1, 0, next_max=1)).features_from
+    first = draft.next_round_request(RoundLength(1, 0, next_max=1)).features_from
     draft.on_verdict(verdict(None if first is None else Features(first, 1, bytes(6))))
     draft.settle(one.length)
     one.decide((9,), Counters())
@@ -321,7 +321,7 @@ async def test_a_round_that_is_not_timed_waits_for_no_hidden_states() -> None:
     link = ScriptedLink()
     draft, _ = reading_draft(link)
     length = asked(1, next_max=1, is_timed=False)
-    assert draft.next_wanted(length) == NextWanted()
+    assert draft.next_round_request(length) == NextRoundRequest()
     draft.on_verdict(verdict(Features(0, 1, bytes(2 * 40))))
     assert (await draft.propose(1, length, NOISE)).source == "fallback"
     assert not link.sent

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.draft_length.policy import RoundLength
 from coordinator.routing.drafts import (
-    NOTHING_WANTED,
+    NO_NEXT_REQUEST,
     WATCH_ROUNDS_MAX,
     WATCH_ROUNDS_MIN,
     Drafts,
@@ -44,7 +44,7 @@ async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
     assert await proposed(drafts, one, 4) == (2, 3, 1, 2)
     one.decide((2,), Counters(1, 4, 0))
     assert await proposed(drafts, one, 2) == (3, 1)
-    assert drafts.next_wanted(RoundLength(2, 0, next_max=2)) == NOTHING_WANTED
+    assert drafts.next_round_request(RoundLength(2, 0, next_max=2)) == NO_NEXT_REQUEST
     assert drafts.cache_state is None
     drafts.close()
 

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.draft_client import SelfDraftClient
-from coordinator.routing.drafts import NextWanted
+from coordinator.routing.drafts import NextRoundRequest
 from outrider.config.deployment import DraftConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.foundation.clock import run_virtually
@@ -65,7 +65,7 @@ def heard(
 ) -> SelfDraftClient:
     """Those of a session that asked for this many tokens and got a proposal."""
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, next_max=next_max))
+    drafts.next_round_request(RoundLength(3, 0, next_max=next_max))
     drafts.on_verdict(verdict(proposal, base_length))
     return drafts
 
@@ -73,18 +73,18 @@ def heard(
 @pytest.mark.parametrize(
     ("hybrid", "length", "wanted"),
     [
-        ({}, RoundLength(1, 0, next_max=3), NextWanted(3)),
-        ({}, RoundLength(3, 0, next_max=1), NextWanted(1)),
-        ({}, RoundLength(0, 5), NextWanted()),  # The target runs ahead.
-        (FEW, RoundLength(8, 0, next_max=8), NextWanted(2)),
-        (FEW, RoundLength(8, 0, next_max=1), NextWanted(1)),
+        ({}, RoundLength(1, 0, next_max=3), NextRoundRequest(3)),
+        ({}, RoundLength(3, 0, next_max=1), NextRoundRequest(1)),
+        ({}, RoundLength(0, 5), NextRoundRequest()),  # The target runs ahead.
+        (FEW, RoundLength(8, 0, next_max=8), NextRoundRequest(2)),
+        (FEW, RoundLength(8, 0, next_max=1), NextRoundRequest(1)),
     ],
 )
 def test_how_much_of_the_next_round_is_asked_for(
-    hybrid: dict[str, Any], length: RoundLength, wanted: NextWanted
+    hybrid: dict[str, Any], length: RoundLength, wanted: NextRoundRequest
 ) -> None:
     """Of a hybrid's target, few tokens, however many the look-up may propose."""
-    assert replace(self_drafts(**hybrid).next_wanted(length), budget_us=0) == wanted
+    assert replace(self_drafts(**hybrid).next_round_request(length), budget_us=0) == wanted
 
 
 async def test_a_proposal_that_came_with_a_verdict_is_used_once() -> None:
@@ -100,8 +100,8 @@ async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
     """If the time runs out, nothing is learned about tokens beyond those that it drew."""
     drafts = self_drafts(draft_deadline_ms=25)
     untimed = RoundLength(3, 0, next_max=3, is_timed=False)
-    assert drafts.next_wanted(untimed).budget_us == 0
-    assert drafts.next_wanted(RoundLength(3, 0, next_max=3)).budget_us == 25_000
+    assert drafts.next_round_request(untimed).budget_us == 0
+    assert drafts.next_round_request(RoundLength(3, 0, next_max=3)).budget_us == 25_000
     drafts.on_verdict(replace(verdict(encoded(2)), next_out_of_time=True))
     drafted = await drafts.propose(1, asked(3), NOISE)
     assert (drafted.proposal, drafted.num_asked) == (encoded(2), 2)
@@ -113,7 +113,7 @@ async def test_which_side_proposes_does_not_depend_on_what_the_target_drew(
 ) -> None:
     for token_ids in [(4, 5), (5, 4), (4, 4), (2, 3), (5,)]:
         drafts = self_drafts(confident=confident)
-        drafts.next_wanted(RoundLength(2, 0, next_max=2))
+        drafts.next_round_request(RoundLength(2, 0, next_max=2))
         q = DraftDistribution((2, 3, 4, 5), (2**14,) * 4)
         drafts.on_verdict(verdict(EncodedProposal.of(Proposal(token_ids, (q,) * len(token_ids)))))
         drafted = await drafts.propose(1, asked(2), NOISE)
@@ -137,7 +137,7 @@ async def test_a_missing_proposal_counts_as_fallback_if_one_was_wanted() -> None
     """As with a target whose heads fail, but not with one that ran ahead."""
     drafts = self_drafts()
     for wanted, length in ((True, RoundLength(3, 0, next_max=3)), (False, RoundLength(0, 5))):
-        drafts.next_wanted(length)
+        drafts.next_round_request(length)
         drafts.on_verdict(verdict(EncodedProposal()))
         assert ((await drafts.propose(1, asked(2), NOISE)).source == "fallback") is wanted
 
@@ -162,7 +162,7 @@ async def test_tokens_that_were_not_asked_for_are_not_used(
 def test_a_target_whose_own_proposals_cannot_be_read_is_asked_for_none() -> None:
     drafts = heard(encoded(3))
     drafts.reject()
-    assert drafts.next_wanted(RoundLength(1, 0, next_max=3)) == NextWanted()
+    assert drafts.next_round_request(RoundLength(1, 0, next_max=3)) == NextRoundRequest()
     drafts.on_verdict(verdict(encoded(3)))
     drafted = run_virtually(drafts.propose(1, asked(3), NOISE))
     assert drafted.proposal.token_ids == (2, 3, 1)

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from draft_service.training import teacher, training
-from draft_service.training.distilling import Distilled, distill
+from draft_service.training.distilling import DistillResult, distill
 from draft_service.training.documents import Template
-from draft_service.training.measuring import Measured
+from draft_service.training.measuring import MeasuredAcceptance
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Target
 from draft_service.training.training import Report
@@ -50,7 +50,7 @@ def silent(stage: str, part: float, detail: str) -> None:
     """Ignores all reports."""
 
 
-def run(target: Target, place: Path, report: Report = silent, **changes: object) -> Distilled:
+def run(target: Target, place: Path, report: Report = silent, **changes: object) -> DistillResult:
     options = replace(OPTIONS, **({"out": place / "out"} | changes))  # type: ignore[arg-type]
     return distill(options, target, place / "cache", report)
 
@@ -65,20 +65,22 @@ def check_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 
 @pytest.fixture(scope="module")
-def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measured]:
+def whole(
+    target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, MeasuredAcceptance]:
     """An undisturbed student's run, and its acceptance."""
     place = tmp_path_factory.mktemp("whole")
     return place, run(target, place).measured[0]
 
 
-def begun(target: Target, source: Path, place: Path, **changes: object) -> Measured:
+def begun(target: Target, source: Path, place: Path, **changes: object) -> MeasuredAcceptance:
     """The acceptance after one step of a run that finds the texts and answers of another run."""
     shutil.copytree(source / "cache", place / "cache", dirs_exist_ok=True)
     return run(target, place, out=place / "begun", steps=1, **changes).measured[0]
 
 
 def test_acceptance_grows_and_what_comes_out_is_a_drafter_with_its_card(
-    target: Target, whole: tuple[Path, Measured], tmp_path: Path
+    target: Target, whole: tuple[Path, MeasuredAcceptance], tmp_path: Path
 ) -> None:
     place, last = whole
     first = begun(target, place, tmp_path)
@@ -115,7 +117,7 @@ def test_acceptance_of_an_eagle3_head_grows(target: Target, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("stage", "part"), [("writing", 0.5), ("reading", 0.4), ("training", 0.6)])
 def test_a_run_that_is_killed_ends_as_one_that_was_not(
-    target: Target, whole: tuple[Path, Measured], tmp_path: Path, stage: str, part: float
+    target: Target, whole: tuple[Path, MeasuredAcceptance], tmp_path: Path, stage: str, part: float
 ) -> None:
     def kill(now: str, done: float, detail: str) -> None:
         if now == stage and done >= part:
@@ -156,7 +158,7 @@ def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> N
 
 
 def test_prompts_to_measure_with_are_not_learned_from(
-    target: Target, whole: tuple[Path, Measured], tmp_path: Path
+    target: Target, whole: tuple[Path, MeasuredAcceptance], tmp_path: Path
 ) -> None:
     """Each is answered at both temperatures; the drafter is the same as without them. A prompt that
     is learned from or too long is refused before anything runs."""
@@ -205,7 +207,9 @@ def test_too_few_texts_are_refused_before_they_are_read(target: Target, tmp_path
     assert stages == {"writing"}
 
 
-def test_a_drafter_learns_on(target: Target, whole: tuple[Path, Measured], tmp_path: Path) -> None:
+def test_a_drafter_learns_on(
+    target: Target, whole: tuple[Path, MeasuredAcceptance], tmp_path: Path
+) -> None:
     before = weights(whole[0])
     start = {"start_from": str(whole[0] / "out"), "layers": None, "draft_vocab": None}
     first = begun(target, whole[0], tmp_path, **start)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from draft_service.training import distilling, learners
 from draft_service.training.distilling import distill
 from draft_service.training.documents import HELD_OUT_EVERY, Document, Template
-from draft_service.training.measuring import Measured, measure
+from draft_service.training.measuring import MeasuredAcceptance, measure
 from draft_service.training.options import DistillOptions
 from draft_service.training.teacher import Batch, Dataset, Target, TeacherCache
 from outrider.config.deployment import TargetConfig
@@ -263,7 +263,7 @@ def test_what_is_stored_is_what_was_measured_and_learns_on(
         with torch.inference_mode():
             return [depth.hidden @ learner.head.t() for depth in learner.draft(batch)]
 
-    def watched(learner: Any, dataset: Dataset) -> Measured:
+    def watched(learner: Any, dataset: Dataset) -> MeasuredAcceptance:
         batch = dataset.batch(dataset.held_out)
         seen.append((batch, logits(learner, batch)))
         return measure(learner, dataset)
