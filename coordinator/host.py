@@ -163,7 +163,7 @@ class CoordinatorHost:
             config.telemetry,
             "coordinator",
             config.metrics_host,
-            config.slot,
+            config.replica_index,
             scraped=config.http,
             vllm_model=config.served_model_name if config.vllm_metric_names else None,
         )

@@ -92,9 +92,9 @@ class ServerConfig:
     """None = the replica does not announce itself in the registry."""
 
     @property
-    def slot(self) -> int:
+    def replica_index(self) -> int:
         """Index of the replica among the replicas of its role on this machine, from 0."""
-        return 0 if self.membership is None else self.membership.slot
+        return 0 if self.membership is None else self.membership.index
 
     @property
     def log_name(self) -> str:

@@ -33,9 +33,9 @@ class Destination:
             raise SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
         return cls(destinations.get("otlp", ""), port)
 
-    def port(self, role: Role, slot: int = 0) -> int | None:
-        """Returns the port for a process's metrics. `slot` is the process's index among the
+    def port(self, role: Role, index: int = 0) -> int | None:
+        """Returns the port for a process's metrics. `index` is the process's index among the
         processes of this role on the machine."""
         if not self.prometheus_port:
             return self.prometheus_port
-        return self.prometheus_port + ROLES.index(role) + len(ROLES) * slot
+        return self.prometheus_port + ROLES.index(role) + len(ROLES) * index

@@ -394,7 +394,7 @@ class Fleet:
         self._last_start_s: dict[Role, float] = {}
         """Time in which the last replica of a role with the current model started to serve."""
         self._ports: dict[tuple[Role, int], dict[str, int]] = {}
-        """By role and `Membership.slot`: the latest replica's ports. Its successor may use them."""
+        """By role and `Membership.index`: the last replica's ports. Its successor may use them."""
         self._changed = asyncio.Event()
         self._hangs = HangWatch(registry, self._serving)
         self._draining: Collection[str] = frozenset()
@@ -480,7 +480,7 @@ class Fleet:
         for candidate, is_adopted in zip(candidates, adopted, strict=True):
             if is_adopted:
                 self._replicas[candidate.name] = candidate
-                self._ports[candidate.role, candidate.member.slot] = candidate.ports
+                self._ports[candidate.role, candidate.member.index] = candidate.ports
             else:
                 _log.warning("%s does not serve, and is ended", candidate.name)
                 await self._cluster.remove(candidate.ranks)
@@ -629,30 +629,30 @@ class Fleet:
     def _new(self, role: Role, trial: Trial | None = None) -> Replica:
         spec, share = (self.spec, 0.0) if trial is None else (trial.spec, trial.share)
         name = f"{role}-{self._num_started}"
-        replica = Replica(spec, spec.member(role, name, self._free_slot(role), share))
+        replica = Replica(spec, spec.member(role, name, self._free_index(role), share))
         self._num_started += 1
         self._replicas[replica.name] = replica
         return replica
 
-    def _free_slot(self, role: Role) -> int:
-        """Returns the lowest free `Membership.slot`. If the role keeps its ports and has stale
-        replicas, returns the slot of the youngest stale replica, which leaves next."""
+    def _free_index(self, role: Role) -> int:
+        """Returns the lowest free `Membership.index`. If the role keeps its ports and has stale
+        replicas, returns the index of the youngest stale replica, which leaves next."""
         taken, stale = set(), []
         for replica in self.of(role):
             if self.spec.keeps_ports(role) and replica.member.plan != self.spec.plans[role]:
-                stale.append(replica.member.slot)
+                stale.append(replica.member.index)
             else:
-                taken.add(replica.member.slot)
-        left = [slot for slot in reversed(stale) if slot not in taken]
+                taken.add(replica.member.index)
+        left = [index for index in reversed(stale) if index not in taken]
         return left[0] if left else min({*range(len(taken) + 1)} - taken)
 
     async def _begin(self, replica: Replica) -> None:
-        spec, slot = self.settled(replica.spec), replica.member.slot
-        takes_over = sum(other.member.slot == slot for other in self.of(replica.role)) > 1
+        spec, index = self.settled(replica.spec), replica.member.index
+        takes_over = sum(other.member.index == index for other in self.of(replica.role)) > 1
         # Without an old replica to hold the known ports, another process may have taken them. Then
         # this start fails, and the next start chooses other ports, because `pop` forgets these.
         known = self._ports.get if takes_over else self._ports.pop
-        ports = known((replica.role, slot), {}) if spec.keeps_ports(replica.role) else {}
+        ports = known((replica.role, index), {}) if spec.keeps_ports(replica.role) else {}
         config = spec.replica_config(
             replica.role, replica.member, takes_over=takes_over, ports=ports
         )
@@ -661,7 +661,7 @@ class Fleet:
         await replica.begin(config)
         if replica.spec.model(replica.role) == self.spec.model(replica.role):
             self._last_start_s[replica.role] = loop.time() - began
-        self._ports[replica.role, slot] = replica.ports
+        self._ports[replica.role, index] = replica.ports
 
     async def _live(self, replica: Replica) -> None:
         """Starts a replica unless it already serves, waits until it ends, and removes it."""

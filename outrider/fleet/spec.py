@@ -92,13 +92,13 @@ class FleetSpec:
         """Whether a replica gets the ports of its predecessor, because clients know these ports."""
         return role == "coordinator" and self.local
 
-    def member(self, role: Role, name: str, slot: int, trial_share: float = 0.0) -> Membership:
+    def member(self, role: Role, name: str, index: int, trial_share: float = 0.0) -> Membership:
         """The membership of a new replica."""
         return Membership(
             self.config.coordinator.redis,
             self.deployment,
             name,
-            slot if self.local else 0,
+            index if self.local else 0,
             self.plans[role],
             trial_share,
         )
@@ -112,7 +112,7 @@ class FleetSpec:
         ports: Mapping[str, int] = MappingProxyType({}),
     ) -> Any:
         """The configuration of a replica. `takes_over` says whether another replica still has the
-        same slot (`Membership.slot`). If a port setting is 0 (any free port), uses the port in
+        same index (`Membership.index`). If a port setting is 0 (any free port), uses the port in
         `ports`, if any. Raises `SettingError` for a port above `PORT_MAX`."""
         own: Any = getattr(self.config, role)
         changes: dict[str, Any] = {"membership": member}
@@ -122,7 +122,7 @@ class FleetSpec:
             changes |= {"shares_ports": self.local, "takes_over_ports": takes_over and self.local}
         for key in keys:
             first = getattr(own, key)
-            port = first + member.slot if first else ports.get(key, 0)
+            port = first + member.index if first else ports.get(key, 0)
             if port > PORT_MAX:
                 with with_setting_keys(type(own)):
                     raise SettingError(key, f"{port} is wrong; the last port is {PORT_MAX}")

@@ -161,7 +161,7 @@ class Membership:
     redis: RedisAddress
     deployment: str
     name: str
-    slot: int = 0
+    index: int = 0
     """The replica's index among the replicas of its role, from which its port numbers follow. 0
     unless all replicas run on one machine."""
     plan: str = ""

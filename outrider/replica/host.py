@@ -65,7 +65,9 @@ class ReplicaHost(ray_actor.RayActor):
         if config.telemetry:
             from outrider.telemetry.setup import start_exports
 
-            exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
+            exports = start_exports(
+                config.telemetry, role, config.metrics_host, config.replica_index
+            )
         if not (isinstance(config, DraftConfig) and config.drafter.kind):
             engine = await threads.on_passing_thread(
                 engine_of_a_replica, config, num_threads, self.leadership

@@ -156,17 +156,17 @@ def start_exports(
     telemetry: str,
     role: Role,
     host: str,
-    slot: int = 0,
+    index: int = 0,
     *,
     scraped: bool = False,
     vllm_model: str | None = None,
 ) -> Exports | None:
     """Starts the exports of the setting `telemetry`. Returns None if there is nothing to export.
-    Serves Prometheus on `host`, at the port `Destination.port(role, slot)`. If `scraped`, creates
+    Serves Prometheus on `host`, at the port `Destination.port(role, index)`. If `scraped`, creates
     `Exports.scrape` even without a port. With `vllm_model`, exports `VLLM_COUNTERS` also under
     vLLM's names, labelled with this model's name. Raises `SettingError` if the port is taken."""
     destination = Destination.parse(telemetry)
-    endpoint, port = destination.otlp_endpoint, destination.port(role, slot)
+    endpoint, port = destination.otlp_endpoint, destination.port(role, index)
     if not endpoint and port is None and not scraped:
         return None
     span_processor: SpanProcessor | None = None

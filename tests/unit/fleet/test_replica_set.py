@@ -312,7 +312,7 @@ async def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -
         before = [world.names(role) for role in ROLES]
         await world.die()
         youngest = max(world.names("draft"), key=role_and_age)
-        slot = world.actor(youngest).config.slot
+        index = world.actor(youngest).config.replica_index
         world.actor(youngest).end.set_result(None)
         world.machines.starts.clear()
         await world.come_back()
@@ -322,7 +322,7 @@ async def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -
         assert world.machines.starts == ["draft"]
         assert world.machines.groups == {*coordinators, *targets, *drafts}
         assert role_and_age(drafts[2]) > role_and_age(youngest)
-        assert world.actor(drafts[2]).config.slot == slot
+        assert world.actor(drafts[2]).config.replica_index == index
         assert not {*world.machines.removed} & {*coordinators, *targets, *drafts}
         world.actor(targets[0]).end.set_exception(EngineLost("gone"))
         await asyncio.sleep(5)

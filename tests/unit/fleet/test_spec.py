@@ -19,12 +19,12 @@ def spec(*, local: bool = True, **settings: Any) -> FleetSpec:
     return plan_fleet(config, config, 0.0, "d", local=local)
 
 
-def replica(plan: FleetSpec, role: Role, slot: int, **others: Any) -> Any:
-    return plan.replica_config(role, plan.member(role, f"{role}-9", slot), **others)
+def replica(plan: FleetSpec, role: Role, index: int, **others: Any) -> Any:
+    return plan.replica_config(role, plan.member(role, f"{role}-9", index), **others)
 
 
-def port(plan: FleetSpec, role: Role, slot: int) -> int:
-    config = replica(plan, role, slot)
+def port(plan: FleetSpec, role: Role, index: int) -> int:
+    config = replica(plan, role, index)
     return int(config.grpc_port if role == "coordinator" else config.port)
 
 

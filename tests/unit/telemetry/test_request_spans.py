@@ -32,8 +32,8 @@ def test_one_setting_says_where_telemetry_goes() -> None:
     both = Destination.parse("otlp=http://collector:4317, prometheus=9464")
     assert both == Destination("http://collector:4317", 9464)
     assert Destination.parse("prometheus=0").port("draft", 2) == 0
-    ports = [both.port(role, slot) for slot in range(3) for role in ROLES]
-    assert ports == list(range(9464, 9473)), "those of a slot stand together"
+    ports = [both.port(role, index) for index in range(3) for role in ROLES]
+    assert ports == list(range(9464, 9473)), "those of an index stand together"
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ def test_a_port_that_is_taken_or_beyond_the_last_is_a_configuration_error() -> N
     first = setup.start_exports("prometheus=0", "draft", "127.0.0.1")
     port = int(first.scrape.address.rpartition(":")[2])
     try:
-        for given, slot, said in ((port, 0, "in use"), (65533, 1, "port must be 0-65535")):
+        for given, index, said in ((port, 0, "in use"), (65533, 1, "port must be 0-65535")):
             with pytest.raises(ConfigError, match=f"cannot serve Prometheus .*{said}"):
-                setup.start_exports(f"prometheus={given}", "coordinator", "127.0.0.1", slot)
+                setup.start_exports(f"prometheus={given}", "coordinator", "127.0.0.1", index)
     finally:
         first.shut_down()
