@@ -112,8 +112,8 @@ class Streams:
         for _ in range(KEY_TRIES):
             try:
                 if key.session_id and not is_gone:
-                    asked = replace(resume, session_id=key.session_id)
-                    running = self.resume(asked, tenant, traceparent, outlasts_errors=True)
+                    resume_request = replace(resume, session_id=key.session_id)
+                    running = self.resume(resume_request, tenant, traceparent, outlasts_errors=True)
                 elif resume.num_tokens:
                     raise errors.SessionNotFound("the request with this key is not stored any more")
                 else:
@@ -153,7 +153,9 @@ class Streams:
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._sessions.claim(record, request)
             # A client that wants all tokens again also gets the prompt's tokens again.
-            shown = parameters if request.cuts else replace(parameters, prompt_logprobs=None)
+            stream_parameters = (
+                parameters if request.cuts else replace(parameters, prompt_logprobs=None)
+            )
             completion = self._model.completion(parameters)
             left_ms = min(parameters.deadline_ms, request.deadline_ms or math.inf)
             deadline = arrived + left_ms / 1e3
@@ -162,7 +164,9 @@ class Streams:
                     record, lambda: replay(record, parameters, completion, request)
                 )
                 taking_over.close()  # Other take-overs do not wait for this client to read.
-                async with aclosing(self._first_events(record, shown, deadline)) as first_events:
+                async with aclosing(
+                    self._first_events(record, stream_parameters, deadline)
+                ) as first_events:
                     async for event in first_events:
                         yield event
                 for event in replayed_events(record, replayed):
@@ -182,7 +186,7 @@ class Streams:
                     self._sessions.wait_for_client(record)
                     raise
                 taking_over.close()
-                events = self._events(run, shown, outlasts_errors=outlasts_errors)
+                events = self._events(run, stream_parameters, outlasts_errors=outlasts_errors)
                 async with aclosing(events):
                     async for event in events:
                         yield event
@@ -276,7 +280,7 @@ class Streams:
     async def _events(
         self,
         run: SessionRun,
-        shown: GenerationParameters,
+        stream_parameters: GenerationParameters,
         resumable: bool = True,
         *,
         outlasts_errors: bool,
@@ -284,7 +288,9 @@ class Streams:
         """Yields all events of a run, and ends the run when its stream ends."""
         record, deadline = run.session.record, run.context.deadline
         with self._serving(run, resumable, outlasts_errors):
-            async with aclosing(self._first_events(record, shown, deadline)) as first_events:
+            async with aclosing(
+                self._first_events(record, stream_parameters, deadline)
+            ) as first_events:
                 async for event in first_events:
                     yield event
             while events := await run.next_events():
@@ -311,24 +317,24 @@ class Streams:
                 self._auditor.take(run.session, run.parameters)
 
     async def _first_events(
-        self, record: SessionRecord, shown: GenerationParameters, deadline: float
+        self, record: SessionRecord, stream_parameters: GenerationParameters, deadline: float
     ) -> AsyncGenerator[Event]:
-        """Yields `Started`. If the parameters `shown` ask for the prompt's log-probabilities, then
+        """Yields `Started`. If `stream_parameters` ask for the prompt's log-probabilities, then
         yields the prompt's tokens with them. To get these, a second session sends the tokens to the
         target as proposals. Raises `DeadlineExceeded`, the target's error, and `InvariantError` if
         the logits of a position give no log-probabilities."""
         yield started(record, self._model.name)
-        if shown.prompt_logprobs is None:
+        if stream_parameters.prompt_logprobs is None:
             return
         greedy = SamplingParams(temperature=0.0)
         parameters = replace(
-            shown,
+            stream_parameters,
             sampling=greedy,
             rule=Rule.GREEDY,
-            logprobs=max(1, shown.prompt_logprobs),
+            logprobs=max(1, stream_parameters.prompt_logprobs),
             constraint=None,
         )
-        first, rest = shown.prompt[:1], shown.prompt[1:]
+        first, rest = stream_parameters.prompt[:1], stream_parameters.prompt[1:]
         try:
             yield PromptTokens(first, (None,))
             scored = self._sessions.score(record.tenant, parameters, first, rest, deadline)
@@ -337,11 +343,12 @@ class Streams:
                     entries = reply.logprobs[: len(token_ids)]
                     reason = "the logits of a token of the prompt cannot be sampled from"
                     errors.check(all(entry.top for entry in entries), reason)
-                    if shown.prompt_logprobs == 0:
+                    if stream_parameters.prompt_logprobs == 0:
                         entries = tuple(replace(entry, top=()) for entry in entries)
                     yield PromptTokens(token_ids, entries)
         except TimeoutError:
-            reason = f"deadline_ms: {shown.deadline_ms} ms passed before the prompt was scored"
+            deadline_ms = stream_parameters.deadline_ms
+            reason = f"deadline_ms: {deadline_ms} ms passed before the prompt was scored"
             raise errors.DeadlineExceeded(reason) from None
 
 

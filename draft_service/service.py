@@ -190,13 +190,13 @@ class Proposer(StepWorker):
         if not self.looks_ahead(item):
             self._look_ahead.forget(work.head.session_id)  # Earlier items may have had look-ahead.
         num_missing = len(aligned.new_tokens) - admitted.num_granted
-        asked: dict[str, Any] = {"num_draft_tokens": 0, "deadline": NO_DEADLINE}
+        options: dict[str, Any] = {"num_draft_tokens": 0, "deadline": NO_DEADLINE}
         if is_whole:
-            asked["deadline"] = item.deadline
+            options["deadline"] = item.deadline
             if item.held is None:
-                asked["num_draft_tokens"] = item.num_draft_tokens
+                options["num_draft_tokens"] = item.num_draft_tokens
             try:
-                asked["allowed"] = self._allowed(work.head, aligned)
+                options["allowed"] = self._allowed(work.head, aligned)
             except Incompatible as error:
                 logger.debug("a draft ignores its session's constraint: %s", error)
         work.is_whole, work.num_held = is_whole, len(aligned.sequence)
@@ -207,7 +207,7 @@ class Proposer(StepWorker):
             len(committed),
             aligned.digest if is_whole else EMPTY_DIGEST,
             features=item.features,
-            **asked,
+            **options,
         )
         work.draft = self._drafter.begin(request)
         work.draft.must_be_whole = item.must_be_whole

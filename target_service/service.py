@@ -166,18 +166,18 @@ class RunAhead:
         verdict or for the next round, with the same prefix and parameters. The item must also allow
         all rounds that this run-ahead allows. Otherwise the item's coordinator could get more
         verdicts than it asked for."""
-        mine, asked = self._item.head, item.head
-        rounds = asked.round - mine.round
+        own, other = self._item.head, item.head
+        rounds = other.round - own.round
         return (
             not item.proposal
             and 0 <= rounds <= len(self.replies)
-            and asked.round + item.run_ahead >= self._last_round
-            and asked.committed_length - mine.committed_length == rounds
-            and self._digests[rounds] == _committed_digest(asked)
+            and other.round + item.run_ahead >= self._last_round
+            and other.committed_length - own.committed_length == rounds
+            and self._digests[rounds] == _committed_digest(other)
             and item.num_logprobs == self._item.num_logprobs
-            and (asked.epoch, asked.rule, asked.seed, asked.prompt_length, asked.sampling)
-            == (mine.epoch, mine.rule, mine.seed, mine.prompt_length, mine.sampling)
-            and asked.constraint_hash == mine.constraint_hash
+            and (other.epoch, other.rule, other.seed, other.prompt_length, other.sampling)
+            == (own.epoch, own.rule, own.seed, own.prompt_length, own.sampling)
+            and other.constraint_hash == own.constraint_hash
         )
 
     @property

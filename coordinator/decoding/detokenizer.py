@@ -58,27 +58,27 @@ class Completion:
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Adds the tokens of a round, up to the token that ends the completion. If `max_tokens` is
         0, a call without tokens ends the completion."""
-        shown: list[str] = []
+        pieces: list[str] = []
         reason = None if self._max_tokens else FinishReason.LENGTH
         before = self.num_tokens
         for token_id in token_ids:
             self.num_tokens += 1
             if token_id in self._ends and self.num_tokens > self._min_tokens:
                 self.stop_token_id = None if token_id in self._eos else token_id
-                shown.append(self.finish())
+                pieces.append(self.finish())
                 reason = FinishReason.STOP
                 break
             text, stopped = self._add(self._stream.push(token_id) if self._stream else "")
-            shown.append(text)
+            pieces.append(text)
             if not (stopped or self.remaining):
                 text, stopped = self._end()
-                shown.append(text)
+                pieces.append(text)
                 reason = FinishReason.LENGTH
             if stopped:
                 reason = FinishReason.STOP
             if reason is not None:
                 break
-        return Piece(self.num_tokens - before, "".join(shown), reason)
+        return Piece(self.num_tokens - before, "".join(pieces), reason)
 
     def finish(self) -> str:
         """Ends the completion. Returns the text that was held back."""

@@ -68,11 +68,11 @@ class _Scorer:
                 ]
             scored.append((self._offset, top))
             if self._text is not None and self._stream is not None:
-                shown = self._stream.push(token_id)
+                piece = self._stream.push(token_id)
                 if self._text.is_special(token_id):
                     name = own.decode(errors="replace")
-                    shown = name if self._given.startswith(name, self._offset) else ""
-                self._offset += len(shown)
+                    piece = name if self._given.startswith(name, self._offset) else ""
+                self._offset += len(piece)
         return scored
 
     def _spell(self, token_id: int) -> bytes:

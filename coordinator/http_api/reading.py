@@ -106,10 +106,10 @@ def add_error_handlers(app: FastAPI) -> None:
         if isinstance(error, RequestValidationError):
             error = wrong_body(error.errors())
         elif isinstance(error, HTTPException):
-            said, code = str(error.detail), _CODES.get(error.status_code, "bad_request")
-            if said == "Not Found":
-                said = f"there is no {request.method} {request.url.path}; see GET /openapi.json"
-            body = _body(said, "invalid_request_error", None, code)
+            message, code = str(error.detail), _CODES.get(error.status_code, "bad_request")
+            if message == "Not Found":
+                message = f"there is no {request.method} {request.url.path}; see GET /openapi.json"
+            body = _body(message, "invalid_request_error", None, code)
             return json_response(body, error.status_code, error.headers)
         return error_response(error)
 

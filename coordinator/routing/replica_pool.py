@@ -213,8 +213,10 @@ class ReplicaPool:
         if self._targets is None or not replica.reads_features:
             return True
         targets = self._targets.replicas.values()
-        shown = (target.description.features for target in targets if session_id in target.routes)
-        return next(shown, None) == replica.features
+        available = (
+            target.description.features for target in targets if session_id in target.routes
+        )
+        return next(available, None) == replica.features
 
     async def watch(self) -> None:
         """Probes a replica immediately when it is lost, and then periodically until it is back."""

@@ -135,11 +135,11 @@ class WrittenCorpus:
                         for conversation in running
                     ]
                 )
-                asked = [
+                inputs = [
                     conversation.verify_input(row)
                     for conversation, row in zip(running, rows, strict=True)
                 ]
-                drawn = zip(running, verdicts_from_logits(asked), strict=True)
+                drawn = zip(running, verdicts_from_logits(inputs), strict=True)
                 if ended := [
                     conversation
                     for conversation, verdict in drawn

@@ -341,12 +341,12 @@ class VllmEngine(PagedSequences):
     def _read(self, prompt: Sequence[int]) -> Reading:
         """The `Reader` of a `DraftCheck`. The model must return the inputs of all layers, or of no
         layer if the head reads the model's output."""
-        texts, likeliest, shown = [], [], []
+        texts, likeliest, tapped_rows = [], [], []
         new = torch.tensor(prompt, device=self._device)
 
         def run(step: HeldStep) -> Tensor:
             hidden, tapped = self._hidden_of(step)
-            shown.append([rows[: len(new)].clone() for rows in tapped])
+            tapped_rows.append([rows[: len(new)].clone() for rows in tapped])
             return self._rows_of_logits(hidden)
 
         for _ in range(1 + TOKENS_WRITTEN):
@@ -354,7 +354,7 @@ class VllmEngine(PagedSequences):
             texts.append(new)
             likeliest.append(likeliest_tokens(logits, self._ranks))
             new = likeliest[-1][-1:]
-        hidden = [torch.cat(rows) for rows in zip(*shown, strict=True)]
+        hidden = [torch.cat(rows) for rows in zip(*tapped_rows, strict=True)]
         return Reading(torch.cat(texts), hidden, torch.cat(likeliest), len(hidden) - 1)
 
     def _warm_up(self, is_shown: bool) -> None:

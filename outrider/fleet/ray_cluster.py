@@ -68,8 +68,8 @@ class Demand:
 
     @property
     def each(self) -> dict[str, float]:
-        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
-        return {name: amount for name, amount in asked.items() if amount}
+        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in amounts.items() if amount}
 
     def __str__(self) -> str:
         each = f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs"
@@ -286,7 +286,7 @@ def _exact(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) -> str:
-    asked = "; ".join(f"the {demand.role} actor needs {demand}" for demand in homeless)
+    needs = "; ".join(f"the {demand.role} actor needs {demand}" for demand in homeless)
     together = {
         "CPU": sum(demand.num_cpus * demand.num_ranks for demand in demands),
         "GPU": sum(demand.num_gpus * demand.num_ranks for demand in demands),
@@ -297,7 +297,7 @@ def _no_place(what: str, homeless: Sequence[Demand], demands: Sequence[Demand]) 
         if demand.num_gpus:
             flags[f"--{demand.role}-num-gpus"] = None
     return (
-        f"{what} for {len(homeless)} of the actors: {asked}. All actors together need "
+        f"{what} for {len(homeless)} of the actors: {needs}. All actors together need "
         f"{_amounts(together)}; the cluster has {_amounts(resources())}, of which "
         f"{_amounts(ray.available_resources())} are free; lower {', '.join(flags)}"
     )
@@ -332,11 +332,11 @@ def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Dema
     left = dict(amounts)
     refused = []
     for demand in demands:
-        asked = {name: amount * demand.num_ranks for name, amount in demand.each.items()}
-        if any(amount > left.get(name, 0.0) for name, amount in asked.items()):
+        needed = {name: amount * demand.num_ranks for name, amount in demand.each.items()}
+        if any(amount > left.get(name, 0.0) for name, amount in needed.items()):
             refused.append(demand)
         else:
-            left |= {name: left[name] - amount for name, amount in asked.items()}
+            left |= {name: left[name] - amount for name, amount in needed.items()}
     return refused
 
 

@@ -100,13 +100,15 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
 
 
 def differing(
-    given: DeploymentConfig, asked: Mapping[str, Value], kept: Collection[str]
+    given: DeploymentConfig, requested: Mapping[str, Value], kept: Collection[str]
 ) -> dict[str, Value]:
-    """The settings in `asked` that differ from `given`, without the keys in `kept`."""
+    """The settings in `requested` that differ from `given`, without the keys in `kept`."""
     runs = given.values()
-    changes = {key: value for key, value in asked.items() if key not in kept and value != runs[key]}
-    asked_drafter = changes.get("draft_model")
-    if asked_drafter and same_drafter(str(asked_drafter), given.draft.model):
+    changes = {
+        key: value for key, value in requested.items() if key not in kept and value != runs[key]
+    }
+    requested_drafter = changes.get("draft_model")
+    if requested_drafter and same_drafter(str(requested_drafter), given.draft.model):
         del changes["draft_model"]
     return changes
 

@@ -133,10 +133,10 @@ class Setting:
             entries = tuple(map(str.strip, raw.split(",")))
             return self.adapter.validate_python(entries if self.is_list else raw, strict=False)
         except ValueError:  # Includes pydantic's errors.
-            shown = "the value" if self.secret else repr(raw)
+            quoted = "the value" if self.secret else repr(raw)
             hint = did_you_mean(str(raw), self.choices) if self.choices else ""
             raise ConfigError(
-                f"{source}: {shown} is wrong; it must be {self.allowed}{hint}"
+                f"{source}: {quoted} is wrong; it must be {self.allowed}{hint}"
             ) from None
 
 

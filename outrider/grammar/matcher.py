@@ -147,10 +147,10 @@ class PrefixMatcher:
 
     def _too_hard(self, reason: str = "") -> Incompatible:
         self._is_broken = True
-        said = reason or self._matcher.get_error() or "the reason is unknown"
-        said = " ".join(said.split())[:200]
+        message = reason or self._matcher.get_error() or "the reason is unknown"
+        message = " ".join(message.split())[:200]
         kind, num_tokens = self.grammar.constraint.kind, self._num_fed
-        return Incompatible(f"{kind}: cannot be applied after {num_tokens} tokens: {said}")
+        return Incompatible(f"{kind}: cannot be applied after {num_tokens} tokens: {message}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -161,14 +161,14 @@ def _attend_in_chains(queries: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -
         heads = queries.shape[2] // vectors.shape[2]
         return vectors.repeat_interleave(heads, 2).transpose(1, 2)
 
-    asked = by_head(queries)
+    per_head = by_head(queries)
     (text_keys, text_values), *own = [(by_head(keys), by_head(values)) for keys, values in pairs]
-    later = torch.ones(asked.shape[2], asked.shape[2], device=asked.device).triu(1).bool()
-    scores = (asked @ text_keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
-    chains = [(asked * keys).sum(-1, keepdim=True) for keys, _ in own]
-    inside = torch.promote_types(asked.dtype, torch.float32)
-    weights = torch.cat([scores, *chains], -1).softmax(-1, dtype=inside).to(asked.dtype)
-    mixed = weights[..., : asked.shape[2]] @ text_values
-    for index, (_, values) in enumerate(own, asked.shape[2]):
+    later = torch.ones(per_head.shape[2], per_head.shape[2], device=per_head.device).triu(1).bool()
+    scores = (per_head @ text_keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
+    chains = [(per_head * keys).sum(-1, keepdim=True) for keys, _ in own]
+    inside = torch.promote_types(per_head.dtype, torch.float32)
+    weights = torch.cat([scores, *chains], -1).softmax(-1, dtype=inside).to(per_head.dtype)
+    mixed = weights[..., : per_head.shape[2]] @ text_values
+    for index, (_, values) in enumerate(own, per_head.shape[2]):
         mixed = mixed + weights[..., index : index + 1] * values
     return mixed.transpose(1, 2)

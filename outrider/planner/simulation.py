@@ -392,7 +392,7 @@ class _Simulation:
         if mean < math.inf:
             answer = min(answer, int(self._rng.geometric(1.0 / mean)))
         prompt = self._rng.integers(VOCABULARY, size=prompt_tokens)
-        asked = bench_request(
+        generate_request = bench_request(
             (*prompt.tolist()[:-1], 0),
             answer,
             1.0,
@@ -403,7 +403,9 @@ class _Simulation:
         request = _Request(loop.time(), [])
         self._requests.append(request)
         try:
-            async with aclosing(next(self._turns).service.streams.generate(asked)) as events:
+            async with aclosing(
+                next(self._turns).service.streams.generate(generate_request)
+            ) as events:
                 async for event in events:
                     if isinstance(event, Tokens):
                         request.events.append((loop.time(), len(event.token_ids)))
@@ -501,22 +503,22 @@ def simulated(
     load = f"sessions={scenario.sessions}"
     if scenario.sessions is None:
         load = f"{scenario.rate:g} requests a second"
-    shown: list[Any] = []
+    parts: list[Any] = []
     if fleet is None:
-        shown.append(f"No fleet meets {tpot_ms:g} ms a token for {load}.")
+        parts.append(f"No fleet meets {tpot_ms:g} ms a token for {load}.")
     else:
         progress(f"simulating {_in_words(fleet)}")
         figures = asdict(simulate(replace(scenario, fleet=fleet)))
         row = {"load": load, "replicas": [*fleet.values()], **figures}
         rows = [{"figure": name.replace("_", " "), "value": value} for name, value in row.items()]
         if free:
-            shown.append(f"{_in_words(fleet)} meet {tpot_ms:g} ms a token for {load}.")
-        shown.append(table(f"Simulated: {pair.name}; K = {len(pair.survival)}", rows))
-    asked = {name: getattr(scenario, name) for name in LOAD}
-    values = {"load": asked, "fleet": None, "was_found": bool(free), "figures": figures}
+            parts.append(f"{_in_words(fleet)} meet {tpot_ms:g} ms a token for {load}.")
+        parts.append(table(f"Simulated: {pair.name}; K = {len(pair.survival)}", rows))
+    load_values = {name: getattr(scenario, name) for name in LOAD}
+    values = {"load": load_values, "fleet": None, "was_found": bool(free), "figures": figures}
     if fleet is not None:
         values["fleet"] = {f"{role}s": number for role, number in fleet.items()}
-    return Report(values, shown)
+    return Report(values, parts)
 
 
 def keeps(figures: FleetFigures, tpot_ms: float) -> bool:

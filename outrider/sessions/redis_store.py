@@ -186,8 +186,8 @@ class RedisStore(store.SessionStore):
         session_id = seen.session_id
         if seen.finish_reason is None and seen.owner != owner:
             wanted = f"{_CANCEL}{session_id}" if cancels else session_id
-            asked = (self._lease(seen.owner), (wanted, self.lease_ms))
-            left_ms = await self._scripts.run(_READ_LEASE, asked)
+            call = (self._lease(seen.owner), (wanted, self.lease_ms))
+            left_ms = await self._scripts.run(_READ_LEASE, call)
             if left_ms >= 0:
                 raise errors.Unavailable(
                     f"session {session_id} has an owner; try again in {left_ms} ms, when the "

@@ -97,7 +97,7 @@ class ObservedRequest(RequestObserver):
             "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": model,
         }
-        asked = {
+        attributes = {
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.top_k": sampling.top_k,
@@ -113,7 +113,9 @@ class ObservedRequest(RequestObserver):
             attributes=self._genai,
             start_time=self._arrived_ns,
         )
-        self._span.set_attributes({key: value for key, value in asked.items() if value is not None})
+        self._span.set_attributes(
+            {key: value for key, value in attributes.items() if value is not None}
+        )
         self._quiet = write_traceparent(self._span, sampled=False)
         self.trace_id = self._quiet[3:35]
         sampled = write_traceparent(self._span)

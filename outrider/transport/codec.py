@@ -387,8 +387,8 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
     ):
         given["sampling"], given["constraint"] = known.sampling, known.constraint
     if message.HasField("constraint"):
-        asked = message.constraint
-        given["constraint"] = _read_constraint(message.tenant, asked.kind, asked.text)
+        constraint = message.constraint
+        given["constraint"] = _read_constraint(message.tenant, constraint.kind, constraint.text)
     head = from_proto(message, RoundHead, "head", **given)
     if head.constraint is not None and not head.constraint_hash:
         head = replace(head, constraint_hash=head.constraint.digest())

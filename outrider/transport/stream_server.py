@@ -137,8 +137,8 @@ class _Stream:
         try:
             item = self._codec.item_from_proto(message, known)
         except BadRequest as error:
-            asked = message.head  # Its fields may be invalid.
-            key = ReplyKey(asked.session_id[:_ECHOED_SESSION_ID_CHARS], asked.epoch, asked.round)
+            echoed = message.head  # Its fields may be invalid.
+            key = ReplyKey(echoed.session_id[:_ECHOED_SESSION_ID_CHARS], echoed.epoch, echoed.round)
             self.answer([Refused(key, error.grpc_code, error.message)])
             return None
         head = item.head

@@ -258,11 +258,11 @@ def role_guard(*roles: Role) -> Guard:
     def check_role(method: str, context: Context) -> str:
         names_in_certificate = context.auth_context().get("x509_subject_alternative_name", ())
         if not names.intersection(names_in_certificate):
-            shown = (
+            names_or_none = (
                 ", ".join(name.decode(errors="replace") for name in names_in_certificate)
                 or "no name"
             )
-            raise PermissionDenied(f"{shown}: may not call {method}")
+            raise PermissionDenied(f"{names_or_none}: may not call {method}")
         return ""
 
     return check_role
