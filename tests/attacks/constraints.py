@@ -1,8 +1,8 @@
 """Mallory sends 70 large constraints that the coordinator has checked before, and alice small ones
 of her own.
 
-Held if alice's slowest answer takes at most `GAP_S`, and the process grows by at most
-`GROWTH_MIB`."""
+Held if alice's slowest answer takes at most `GAP_S`, and coordinator, target and draft together
+grow by at most `GROWTH_MIB`."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ async def waits(system: System) -> tuple[float, float]:
 
 
 def attack() -> tuple[bool, str]:
-    with System(grammar=True) as system:
+    with System() as system:
         memory = system.forget_peak()
         before, during = asyncio.run(waits(system))
         growth = system.memory_mib("VmHWM") - memory

@@ -57,7 +57,7 @@ async def mallory(system: System, store: redis.Redis) -> float:
 
 
 def attack() -> tuple[bool, str]:
-    with System(grammar=True, callers=CALLERS) as system, Alice(system) as alice:
+    with System(callers=CALLERS) as system, Alice(system) as alice:
         path = system.addresses["redis"].removeprefix("unix://")
         with redis.Redis(unix_socket_path=path) as store:
             alice.wait_for_calm()

@@ -94,7 +94,7 @@ class Child:
 
 
 class System(Child):
-    """A whole system (`whole_system.py`)."""
+    """A whole system, whose target and draft are processes of their own (`whole_system.py`)."""
 
     MODULE = "whole_system"
 
@@ -106,14 +106,21 @@ class System(Child):
     def headers(self, caller: str) -> dict[str, str]:
         return {"authorization": f"Bearer {self.keys[caller]}", "content-type": "application/json"}
 
+    @property
+    def _folders(self) -> list[Path]:
+        """Folders of the server's process and of its replicas in /proc."""
+        return [Path(f"/proc/{pid}") for pid in (self.process.pid, *self.told.get("replicas", ()))]
+
     def memory_mib(self, field: str = "VmRSS") -> int:
-        """The process's resident memory, or with "VmHWM" its peak since `forget_peak`."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.split(f"{field}:")[1].split()[0]) // 1024
+        """The resident memory of the server and of its replicas, if they are processes, in all; or
+        with "VmHWM" their peaks since `forget_peak`."""
+        statuses = [(one / "status").read_text() for one in self._folders]
+        return sum(int(one.split(f"{field}:")[1].split()[0]) for one in statuses) // 1024
 
     def forget_peak(self) -> int:
-        """Forgets the peak of the resident memory, and returns the memory now, MiB."""
-        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        """Forgets the peaks of the resident memory, and returns the memory now, MiB."""
+        for one in self._folders:
+            (one / "clear_refs").write_text("5")
         return self.memory_mib()
 
 

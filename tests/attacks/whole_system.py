@@ -1,76 +1,77 @@
-"""A whole system in one process: an emulated target and draft, Redis, and a coordinator with API
-keys. Takes JSON options and a folder. Prints its addresses and keys as a line of JSON, and answers
-each line on standard input with figures."""
+"""A coordinator with API keys, Redis, and an emulated target and draft, which are processes of
+their own. Takes JSON options and a folder. Prints the addresses, the keys and the replicas' process
+ids as a line of JSON, and answers each line on standard input with figures."""
 
 import asyncio
 import json
-import logging
 import sys
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.actor import collect_less
-from coordinator.auth.access_control import AccessControl, RedisSlots, watch_keys
-from coordinator.http_api.app import build_app
-from coordinator.http_api.server import HttpOptions, HttpServer
-from coordinator.requests.chat_template import read_chat_template
-from outrider.config.deployment import HERMES
-from outrider.config.emulated_spec import EmulatedSpec
+from coordinator.actor import CoordinatorActor
+from outrider.config.deployment import EMULATED, HERMES, CoordinatorConfig
 from outrider.foundation.api_keys import Caller, add_key
-from outrider.grammar.compiler import Grammars, GrammarTokenizer
-from outrider.limits import GRPC_AGE_MS
-from outrider.models.tokenizer import TokenizerText
 from outrider.redis.address import RedisAddress
-from outrider.transport.server import ServerOptions
+from outrider.redis.embedded import EmbeddedRedis
+from outrider.replica.logs import STANDARD_ERROR
+from tests.attacks.victims import Child
 from tests.support.models import byte_level_tokenizer
-from tests.support.stack import coordinator_api, emulated_stack, serve
 
 VOCAB_SIZE: Final = 320
+SPEC: Final = (
+    f"vocab_size={VOCAB_SIZE},support={VOCAB_SIZE},draft_ms=0.2,max_model_len=8192,num_pages=4096,"
+    "eos=7"
+)
 CALLERS: Final = ({"name": "alice", "tenant": "alice"}, {"name": "mallory", "tenant": "mallory"})
 
 
 async def main(options: dict[str, Any], directory: Path) -> None:
-    spec = EmulatedSpec(
-        vocab_size=VOCAB_SIZE,
-        support=VOCAB_SIZE,
-        verify_ms=options.get("verify_ms", 5.0),
-        draft_ms=0.2,
-        max_model_len=8192,
-        num_pages=4096,
-        eos=7,
-    )
-    tokenizer = byte_level_tokenizer(VOCAB_SIZE)
-    tokenizer.chat_template = read_chat_template(HERMES)
-    text = TokenizerText(tokenizer, "toy")
-    if "tokenizer" in options:
-        text = TokenizerText.load(Path(options["tokenizer"]))
+    tokenizer = options.get("tokenizer", "")
+    if not tokenizer:
+        tokenizer = str(directory / "tokenizer")
+        byte_level_tokenizer(VOCAB_SIZE).save_pretrained(tokenizer)
+    replica = {
+        "engine": f"{EMULATED}{SPEC},verify_ms={options.get('verify_ms', 5.0)}",
+        "tokenizer_directory": tokenizer,
+    }
     callers = [Caller(**one) for one in options.get("callers", CALLERS)]
     keys = {one.name: add_key(directory / "keys", one) for one in callers}
-    settings = {"max_sessions": options["max_sessions"]} if "max_sessions" in options else {}
-    if options.get("grammar"):
-        settings["grammars"] = lambda: Grammars(lambda: GrammarTokenizer(tokenizer, (spec.eos,)))
-    running = emulated_stack(directory / "redis", spec, text=text, length_control=True, **settings)
-    async with running as stack, AsyncExitStack() as exits:
-        slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
-        access = AccessControl(watch_keys(directory / "keys"), slots)
-        exits.push_async_callback(access.close)
-        http_options = HttpOptions(access=access)
-        http = HttpServer(http_options, build_app(stack.coordinator, http_options))
-        await http.start()
-        exits.push_async_callback(http.stop)
-        rpc = await serve(
-            exits,
-            coordinator_api(stack.coordinator, access),
-            ServerOptions(guard=access.check_call, reflection=False, connection_age_ms=GRPC_AGE_MS),
+    with ExitStack() as exits:
+        replicas = {
+            role: exits.enter_context(
+                Child("replica", json.dumps({"role": role, "settings": replica}))
+            )
+            for role in ("target", "draft")
+        }
+        redis = exits.enter_context(EmbeddedRedis(directory / "redis"))
+        config = CoordinatorConfig(
+            grpc_port=0,
+            port=0,
+            api_key_file=str(directory / "keys"),
+            served_model_name="toy",
+            chat_template=HERMES,
+            num_draft_tokens=4,
+            resume_grace_ms=0,
+            max_sessions=options.get("max_sessions", 4096),
+            redis=RedisAddress(url=redis.url),
+            tokenizer_directory=tokenizer,
+            target_address=replicas["target"].told["address"],
+            draft_address=replicas["draft"].told["address"],
+            log_level="warning",
         )
-        addresses = {"http": http.address, "grpc": rpc.address, "redis": stack.redis.url}
-        collect_less()
-        print(json.dumps({"addresses": addresses, "keys": keys}), flush=True)
+        actor = CoordinatorActor()
+        address = await actor.start(config, STANDARD_ERROR)
+        host = actor.host
+        assert host is not None
+        assert host.service is not None
+        addresses = {"http": host.engagement.http_address, "grpc": address, "redis": redis.url}
+        pids = [one.process.pid for one in replicas.values()]
+        print(json.dumps({"addresses": addresses, "keys": keys, "replicas": pids}), flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
-            print(json.dumps({"sessions": stack.coordinator.num_running}), flush=True)
+            print(json.dumps({"sessions": host.service.num_running}), flush=True)
+        await actor.stop(0.0)
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     asyncio.run(main(json.loads(sys.argv[1]), Path(sys.argv[2])))
