@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +54,8 @@ class CoordinatorHost:
         self.engagement = Engagement()
         self.service: CoordinatorService | None = None
         self.server: RpcServer | None = None
+        self.health_server: RpcServer | None = None
+        """The server at `health_port`."""
         self.http: HttpServer | None = None
         self.exports: Exports | None = None
         self._open = AsyncExitStack()
@@ -94,6 +96,28 @@ class CoordinatorHost:
         await service.start()
         access = _access_control(config)
         self._open.push_async_callback(access.close)
+        servers = await self._serve_grpc(service, access)
+        http_address = await self.serve_http(service, access) if config.http else ""
+        for one in servers:
+            await one.set_serving(True)
+        health = asyncio.create_task(report_health(service, servers, self.http))
+        self._open.callback(health.cancel)
+        address = advertised(config.host, servers[0].address)
+        if member is not None:
+            announcer = Lease(registry, lambda: _record(service, member.name, address))
+            self._open.push_async_callback(announcer.withdraw)
+            await announcer.start()
+        self._open.callback(service.streams.hand_over)
+        self.engagement = Engagement(
+            address=address, member=config.membership, http_address=http_address
+        )
+        return address
+
+    async def _serve_grpc(
+        self, service: CoordinatorService, access: AccessControl
+    ) -> Sequence[RpcServer]:
+        """Starts the server of all calls and, if configured, the one that only tells the health."""
+        config = self._config
         with blaming("ssl_certfile"):
             tls = TlsFiles.of(config)
             credentials = None
@@ -112,23 +136,15 @@ class CoordinatorHost:
             credentials=credentials,
         )
         servicer = CoordinatorServicer(service, access)
-        self.server = server = RpcServer([Service(_SERVICE, servicer)], options)
+        self.server = RpcServer([Service(_SERVICE, servicer)], options)
         self._open.push_async_callback(self._stop_servers)
-        await server.start()
-        http_address = await self.serve_http(service, access) if config.http else ""
-        await server.set_serving(True)
-        health = asyncio.create_task(report_health(service, server, self.http))
-        self._open.callback(health.cancel)
-        address = advertised(config.host, server.address)
-        if member is not None:
-            announcer = Lease(registry, lambda: _record(service, member.name, address))
-            self._open.push_async_callback(announcer.withdraw)
-            await announcer.start()
-        self._open.callback(service.streams.hand_over)
-        self.engagement = Engagement(
-            address=address, member=config.membership, http_address=http_address
-        )
-        return address
+        await self.server.start()
+        if config.health_port is None:
+            return [self.server]
+        self.health_server = RpcServer([], health_options(options, config.health_port))
+        with blaming("health_port"):
+            await self.health_server.start()
+        return [self.server, self.health_server]
 
     async def serve_http(self, service: CoordinatorService, access: AccessControl) -> str:
         config, scrape, times = self._config, None, None
@@ -185,14 +201,21 @@ class CoordinatorHost:
         await asyncio.shield(self._stopping)
 
     async def _stop_servers(self) -> None:
-        stops = [one.stop(self._grace_s) for one in (self.server, self.http) if one is not None]
+        servers = (self.server, self.health_server, self.http)
+        stops = [one.stop(self._grace_s) for one in servers if one is not None]
         for error in await asyncio.gather(*stops, return_exceptions=True):
             if error is not None:
                 raise error
 
 
+def health_options(options: ServerOptions, port: int) -> ServerOptions:
+    """Options of a server that only tells the health. All its callers are strangers, whose messages
+    are not read."""
+    return replace(options, port=port, guard=lambda *_: None, reflection=False, credentials=None)
+
+
 async def report_health(
-    service: CoordinatorService, server: RpcServer, http: HttpServer | None
+    service: CoordinatorService, servers: Sequence[RpcServer], http: HttpServer | None
 ) -> None:
     """Reports health by gRPC. If the task that commits tokens fails, stops the servers."""
     serving = True
@@ -200,13 +223,15 @@ async def report_health(
         healthy = not (service.health.trouble or (http is not None and http.failed))
         if healthy != serving:
             _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
-            await server.set_serving(healthy)
+            for server in servers:
+                await server.set_serving(healthy)
             serving = healthy
         await asyncio.sleep(HEALTH_PERIOD_S)
     _log.critical("the task that commits tokens has failed; the coordinator stops")
     if http is not None:
         await http.stop()
-    await server.stop()
+    for server in servers:
+        await server.stop()
 
 
 def owner_name(config: CoordinatorConfig) -> str:

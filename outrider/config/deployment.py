@@ -326,6 +326,9 @@ class CoordinatorConfig(ServerConfig):
     """Name of the model in requests; empty = the target's name."""
     grpc_port: Port = 50_051
     """The coordinator's gRPC port; 0 = any free port."""
+    health_port: Annotated[int | None, between(1, PORT_MAX)] = None
+    """Port of a second gRPC server, which only tells the coordinator's health, to every caller and
+    without TLS. Calls at `grpc_port` do not delay its answers. Unset = no such server."""
     http: bool = True
     """Serve OpenAI's API by HTTP."""
     port: Port = 8_000

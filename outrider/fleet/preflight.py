@@ -57,6 +57,7 @@ def listeners(config: DeploymentConfig) -> list[tuple[str, str, int]]:
     for key, server, first, number in (
         ("grpc_port", coordinator, coordinator.grpc_port, config.num_coordinators),
         ("port", coordinator, coordinator.port, config.num_coordinators if coordinator.http else 0),
+        ("health_port", coordinator, coordinator.health_port or 0, config.num_coordinators),
         ("target_port", config.target, config.target.port, config.num_targets),
         ("draft_port", config.draft, config.draft.port, config.num_drafts),
     ):

@@ -119,6 +119,8 @@ class FleetSpec:
         keys = ["port"]
         if role == "coordinator":
             keys.append("grpc_port")
+            if own.health_port is not None:
+                keys.append("health_port")
             changes |= {"shares_ports": self.local, "takes_over_ports": takes_over and self.local}
         for key in keys:
             first = getattr(own, key)

@@ -15,6 +15,7 @@ from typing import Any, Final
 from coordinator.actor import collect_less
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.grpc_api import CoordinatorServicer
+from coordinator.host import health_options
 from coordinator.http_api.app import build_app
 from coordinator.http_api.gateway import Coordinators, build_gateway
 from coordinator.http_api.server import HttpOptions, HttpServer
@@ -72,13 +73,20 @@ async def main(options: dict[str, Any], directory: Path) -> None:
     coordinators = Coordinators(EndpointPool(f"http://{http.address}", str))
     gateway = HttpServer(HttpOptions(), build_gateway(coordinators))
     await gateway.start()
-    rpc = RpcServer(
-        [Service(_SERVICE, CoordinatorServicer(coordinator, access))],
-        ServerOptions(guard=access.check_call, reflection=False, connection_age_ms=GRPC_AGE_MS),
+    options = ServerOptions(
+        guard=access.check_call, reflection=False, connection_age_ms=GRPC_AGE_MS
     )
-    await rpc.start()
-    await rpc.set_serving(True)
-    addresses = {"http": http.address, "gateway": gateway.address, "grpc": rpc.address}
+    rpc = RpcServer([Service(_SERVICE, CoordinatorServicer(coordinator, access))], options)
+    health = RpcServer([], health_options(options, port=0))
+    for one in (rpc, health):
+        await one.start()
+        await one.set_serving(True)
+    addresses = {
+        "http": http.address,
+        "gateway": gateway.address,
+        "grpc": rpc.address,
+        "health": health.address,
+    }
     lag = Lag()
     watching = asyncio.create_task(lag.watch())
     collect_less()
@@ -88,7 +96,7 @@ async def main(options: dict[str, Any], directory: Path) -> None:
         places = {"http": http._open.num_max, "gateway": gateway._open.num_max}
         print(json.dumps({"lag_ms": lag.take_ms(), "places": places}), flush=True)
     watching.cancel()
-    for server in (rpc, gateway, http):
+    for server in (rpc, health, gateway, http):
         await server.stop()
 
 

@@ -20,6 +20,7 @@ CHART_KEYS: Final = {
     "draft_resources",
     "draft_tensor_parallel_size",
     "grpc_port",
+    "health_port",
     "host",
     "insecure",
     "internal_tls_dir",

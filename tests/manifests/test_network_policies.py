@@ -11,6 +11,7 @@ GROUPS: Final = ("headgroup", "coordinator", "target", "draft")
 RAY_PORTS: Final = (6379, 8265, 10001)
 GRPC: Final = 50051
 HTTP: Final = 8000
+HEALTH: Final = 50052
 GATEWAY: Final = 8080
 METRICS: Final = {"coordinator": 9464, "target": 9465, "draft": 9466}
 ANY_PORT: Final = 40000
@@ -76,7 +77,7 @@ class Release:
         )
 
     def reached(self, source: Source) -> set[tuple[str, int]]:
-        ports = (*RAY_PORTS, GRPC, HTTP, GATEWAY, ANY_PORT, *METRICS.values())
+        ports = (*RAY_PORTS, GRPC, HTTP, HEALTH, GATEWAY, ANY_PORT, *METRICS.values())
         return {(to, one) for to in self.labels for one in ports if self.admits(to, source, one)}
 
 

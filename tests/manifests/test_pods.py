@@ -191,7 +191,7 @@ def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
         one = template["spec"]["containers"][0]
         assert "livenessProbe" not in one
         probe = one.get("readinessProbe", {})
-        assert probe.get("grpc") == ({"port": 50051} if group == "coordinator" else None)
+        assert probe.get("grpc") == ({"port": 50052} if group == "coordinator" else None)
 
 
 def test_pods_outlive_their_last_words() -> None:

@@ -1,11 +1,14 @@
 """A coordinator's name in the store, its start without drafts, and the order of its shutdown."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from coordinator import host
 from coordinator.host import CoordinatorHost, _load_text, owner_name
@@ -15,7 +18,10 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import BadRequest
 from outrider.redis.address import RedisAddress
 from outrider.registry.registry import Membership
+from outrider.transport.channel import open_channel
+from outrider.transport.server import HEALTH_PATH
 from tests.support.models import byte_level_tokenizer
+from tests.support.redis_servers import free_port
 from tests.support.script_store import ScriptStore
 from tests.support.session_links import TOY, described
 
@@ -98,3 +104,43 @@ async def test_the_service_is_closed_after_the_servers(monkeypatch: pytest.Monke
         "close CoordinatorService",
         "close RedisRegistry",
     ]
+
+
+async def silence() -> AsyncGenerator[bytes]:
+    await asyncio.sleep(60)
+    yield b""
+
+
+async def test_a_second_port_tells_the_health_to_callers_without_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while the coordinator cannot serve. Nobody learns more there."""
+    service = Part("service", [])
+    monkeypatch.setattr(host, "CoordinatorService", lambda *_, **__: service)
+    monkeypatch.setattr(host, "RedisStore", Part("store", []))
+    monkeypatch.setattr(host, "HEALTH_PERIOD_S", 0.01)
+    config = CoordinatorConfig(
+        http=False,
+        grpc_port=0,
+        health_port=free_port(),
+        api_key="k" * 16,
+        redis=REDIS,
+        target_address="127.0.0.1:1",
+    )
+    made = CoordinatorHost(config)
+    await made.start()
+    assert made.health_server is not None
+    async with open_channel(made.health_server.address) as channel:
+        check = channel.unary_unary(f"{HEALTH_PATH}Check", None, HealthCheckResponse.FromString)
+        assert (await check(b"")).status == HealthCheckResponse.SERVING
+        await channel.stream_unary(f"{HEALTH_PATH}Check")(silence())  # Its message is not awaited.
+        service.health.trouble = "no target answers"
+        async with asyncio.timeout(5):
+            while (await check(b"")).status == HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.01)
+        with pytest.raises(grpc.RpcError) as found:
+            await channel.unary_unary("/outrider.v1.Coordinator/Describe")(b"")
+        assert found.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    await made.stop(0.0)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", config.health_port)

@@ -76,6 +76,7 @@ def test_a_length_and_ranks_that_a_model_cannot_have_are_refused(
         ({"target_port": 4701, "num_targets": 2, "draft_port": 4702}, "^draft_port: .*target_port"),
         ({"grpc_port": 65_535, "num_coordinators": 2}, "^grpc_port: .*too high for the ports of 2"),
         ({"grpc_port": 47001, "port": 47002, "num_coordinators": 2}, "^port: .* port of grpc_port"),
+        ({"grpc_port": 47001, "health_port": 47001}, "^health_port: .* port of grpc_port"),
         # A file that holds nothing of this kind.
         ({"api_key_file": __file__}, r"^api_key_file: .*preflight\.py: Invalid JSON"),
         ({"ssl_certfile": __file__, "ssl_keyfile": __file__}, "^ssl_certfile: .*no certificate"),

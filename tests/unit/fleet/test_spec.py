@@ -36,6 +36,8 @@ def test_replicas_of_one_machine_count_up_from_the_first_ones_port() -> None:
     assert [port(elsewhere, role, 3) for role in ROLES] == [5000, 6000, 7000]
     assert [port(open_ports, role, 3) for role in ROLES] == [0, 0, 0]
     assert replica(plan, "coordinator", 3).port == 8003
+    assert replica(spec(health_port=9000), "coordinator", 3).health_port == 9003
+    assert replica(plan, "coordinator", 3).health_port is None
     with pytest.raises(SettingError, match="port: 65536 is wrong"):
         replica(spec(port=65535), "coordinator", 1)
 

@@ -27,6 +27,7 @@
   "insecure" true
   "grpc_port" (int (include "outrider.grpcPort" .))
   "port" (int (include "outrider.httpPort" .))
+  "health_port" (int (include "outrider.healthPort" .))
   "redis_url" (include "outrider.redisUrl" .)
   "redis_key_prefix" .Values.redis.keyPrefix
   "telemetry" (include "outrider.telemetry" .)

@@ -11,6 +11,7 @@
 {{/* The ports on which a coordinator listens in its pod. */}}
 {{- define "outrider.grpcPort" -}}50051{{- end -}}
 {{- define "outrider.httpPort" -}}8000{{- end -}}
+{{- define "outrider.healthPort" -}}50052{{- end -}}
 {{- define "outrider.gatewayPort" -}}8080{{- end -}}
 
 {{- define "outrider.image" -}}

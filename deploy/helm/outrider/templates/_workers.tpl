@@ -54,11 +54,13 @@ env:
 ports:
   - {name: grpc, containerPort: {{ include "outrider.grpcPort" .root }}}
   - {name: http, containerPort: {{ include "outrider.httpPort" .root }}}
+  - {name: health, containerPort: {{ include "outrider.healthPort" .root }}}
 # A pod is ready while it has a coordinator, and Redis and a target answer that coordinator. The
 # operator's liveness probe checks only Ray, as a missing coordinator is no reason to restart the pod.
+# Network policies keep users from this port, so their calls do not delay the probe.
 readinessProbe:
   grpc:
-    port: {{ include "outrider.grpcPort" .root }}
+    port: {{ include "outrider.healthPort" .root }}
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: 2
