@@ -6,6 +6,7 @@ import gc
 from typing import TYPE_CHECKING
 
 from outrider.config.deployment import CoordinatorConfig
+from outrider.foundation.garbage import skip_what_exists
 from outrider.redis.address import with_password
 from outrider.registry.registry import Engagement
 from outrider.replica.logs import log_to
@@ -24,12 +25,9 @@ default, garbage collection took 6 % of the CPU time of 200 sessions, and found 
 
 
 def collect_less() -> None:
-    """Makes garbage collections rare and short. A collection of all objects would block the event
-    loop for more than 0.1 s. Most of these objects belong to imported modules, and stay. So later
-    collections skip all objects that exist now."""
+    """Makes garbage collections rare and short."""
     gc.set_threshold(GARBAGE_OBJECTS)
-    gc.collect()
-    gc.freeze()
+    skip_what_exists()
 
 
 class CoordinatorActor(RayActor):

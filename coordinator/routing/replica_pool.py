@@ -577,6 +577,7 @@ class SessionRoute(Generic[Item, Answer]):
     def close(self) -> None:
         """Ends the session on all replicas that it has used."""
         session = self.context.session
+        self.on_pushed = None  # It refers to this route, which would be garbage until a collection.
         self._stop_timer()
         self._leave()
         for replica in self._left.values():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.config.deployment import DraftConfig, ReplicaConfig
+from outrider.foundation.garbage import skip_what_exists
 from outrider.foundation.settings import blaming
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.registry import Engagement, ReplicaRecord
@@ -78,7 +79,9 @@ class ReplicaHost(ray_actor.RayActor):
 
             self._open.push_async_callback(exports.close)
             service.observe(ObservedSteps(exports.tracer, exports.meter, role))
-        return await self.serve(service, config)
+        address = await self.serve(service, config)
+        skip_what_exists()
+        return address
 
     def _build(self, engine: Engine | None, config: ReplicaConfig) -> SteppedService:
         from outrider.interfaces.engine import take_stated_seconds

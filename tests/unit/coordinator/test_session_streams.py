@@ -1,6 +1,8 @@
 """The streams of sessions, with replicas and store in one process: how sessions end."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import chain
@@ -182,6 +184,24 @@ async def test_a_running_session_is_cancelled_once_even_without_the_store() -> N
         assert reasons == [FinishReason.CANCELLED]
         b.store.load = load
         await b.service.streams.cancel(session_id)
+
+
+async def test_a_cancelled_session_is_freed_without_garbage_collection() -> None:
+    """A collection after some thousand sessions would hold the event loop."""
+    gc.disable()
+    try:
+        async with bench(look_ahead=2) as b:
+            events = b.service.streams.generate(REQUEST, resumable=False)
+            assert [type(await anext(events)) for _ in range(2)] == [Started, Tokens]
+            [run] = b.service._sessions.running.values()
+            left = [weakref.ref(run), weakref.ref(run._draft), weakref.ref(run.context)]
+            del run
+            await events.aclose()
+            await b.service._sessions.end_background()
+            await asyncio.sleep(0.1)
+            assert [one() for one in left] == [None] * len(left)
+    finally:
+        gc.enable()
 
 
 async def test_a_session_that_is_lost_during_a_round_ends_with_that_error() -> None:

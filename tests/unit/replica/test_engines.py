@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import json
 import logging
 import socket
@@ -179,6 +180,28 @@ def test_steps_of_a_replica_run_on_its_device(monkeypatch: pytest.MonkeyPatch) -
 
     assert Host()._build(None, TargetConfig(device="cuda:1")) == "service"
     assert [device for _, device in chosen] == [torch.device("cuda", 1)]
+
+
+def test_a_replicas_garbage_collections_skip_what_exists_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A collection of all imported modules would hold answers back for 0.2 s."""
+
+    class Host(ReplicaHost):
+        def _build(self, *_: Any) -> Any:
+            return "service"
+
+        async def serve(self, *_: Any) -> str:
+            return "address"
+
+    monkeypatch.setattr("outrider.replica.host.engine_of_a_replica", lambda *_: None)
+    monkeypatch.setattr("outrider.replica.threads.use_threads", lambda *_: None)
+    monkeypatch.setattr("outrider.replica.logs.log_to", lambda *_: None)
+    try:
+        assert asyncio.run(Host().start(TargetConfig(), "")) == "address"
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
