@@ -201,7 +201,10 @@ LINK_KEEPALIVE_TIMEOUT_MS = 1_000
 CONNECT_TIMEOUT_MS = 2_000
 LINK_BACKOFF_MS_MIN = 50
 LINK_BACKOFF_MS_MAX = 2_000  # the wait between attempts to reopen a stream doubles up to this
-RELEASES_IN_FLIGHT_MAX = 1024  # further releases are dropped; the replica evicts their sessions
+RELEASES_IN_FLIGHT_MAX = 4  # calls of a link that release a session; more would delay its items
+RELEASES_WAITING_MAX = SESSIONS_PER_COORDINATOR_MAX
+"""Releases of a link that wait for earlier ones. Beyond this number, the oldest are dropped, and
+the replica evicts their sessions."""
 SILENT_SESSION_MS = 2_000  # a session that is silent for longer may lose its pages to others
 LOST_REPLICA_GRACE_S = 5  # after the loss of its engine, a replica has this time to send answers
 STEP_CRASHES_UNHEALTHY = 3  # crashed steps in a row that make a replica unhealthy
@@ -223,6 +226,7 @@ SLOTS_PER_SCRIPT_MAX = 256  # slots (permissions to run a request) that one scri
 STARTS_MAX = 16  # requests that a coordinator checks between two looks at other work
 OPENINGS_MAX = 16  # sessions that a coordinator opens at a time; tenants take turns
 ENDINGS_MAX = 16  # sessions that a coordinator stops at a time; tenants take turns
+CLOSINGS_MAX = 64  # stopped sessions whose end is being stored; tenants take turns
 OPEN_TRIES_MAX = 3  # tries to open a session before the client gets an error
 UNSTORED_ENDS_MAX = SESSIONS_PER_COORDINATOR_MAX  # ended sessions whose end is not stored yet
 ABANDON_TRIES_MAX = 20  # tries to store a session's end if UNSTORED_ENDS_MAX is exceeded

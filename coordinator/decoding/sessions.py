@@ -110,6 +110,7 @@ class OwnedSessions:
         # `--max-sessions` limits how many sessions wait for places.
         self._openings = FairQueue(range(limits.OPENINGS_MAX))
         self._endings = FairQueue(range(limits.ENDINGS_MAX))
+        self._closings = FairQueue(range(limits.CLOSINGS_MAX))
         self.stored = StoredBytes(config.resume_grace_ms)
         self._background: set[asyncio.Task[Any]] = set()
         self.running: dict[str, SessionRun] = {}
@@ -236,9 +237,11 @@ class OwnedSessions:
             self._free(run, self._close(run, resumable, is_gone))
 
     async def _end_run(self, run: SessionRun, *, hands_over: bool) -> None:
-        async with self._endings.turn(run.session.record.tenant):
+        tenant = run.session.record.tenant
+        async with self._endings.turn(tenant):
             await run.stop(hands_over=hands_over)
-        await run.close()
+        async with self._closings.turn(tenant):
+            await run.close()
 
     async def _close(self, run: SessionRun, resumable: bool, is_gone: bool) -> None:
         await self._end_run(run, hands_over=is_gone)

@@ -37,7 +37,7 @@ from coordinator.service import CoordinatorService
 from outrider.errors import BadRequest, NotFound, OtherTokens, SessionNotFound, Unavailable
 from outrider.foundation.api_keys import Caller
 from outrider.interfaces.request import Event
-from outrider.limits import EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT
+from outrider.limits import ENDINGS_MAX, EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT
 
 Events = AsyncGenerator[tuple[int, Event]]
 """The events of all choices of a request, each with the index of its choice."""
@@ -126,9 +126,20 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], progress: Progr
             else:
                 yield index, entry
     finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancels tasks a few at a time, because all at once would hold the event loop."""
+    try:
+        for start in range(0, len(tasks), ENDINGS_MAX):
+            some = tasks[start : start + ENDINGS_MAX]
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
+    finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class RepeatHeaders(BaseModel):

@@ -232,9 +232,7 @@ class SteppedService(ReplicaService):
         next step. Does nothing if a newer epoch of the session was seen."""
         if not self._filter.release(session_id, epoch):
             return
-        works = [work for work in self._queue.waiting if work.session_id == session_id]
-        self._queue.remove(works)
-        self._cancel(works)
+        self._cancel(self._queue.drop(session_id))
         self._forget(session_id)
         self.sessions.pop(session_id, None)
         self._delay.forget(session_id)
@@ -403,7 +401,7 @@ class SteppedService(ReplicaService):
         self.health_changed.set()
         for work in [*batch, *self._queue.waiting]:
             self._refuse(work, lost)
-        self._queue.waiting = []
+        self._queue.clear()
 
     def _on_late_step(self, seconds: float) -> None:
         """Refuses the items of the running step and all that wait, so that their sessions move to
@@ -412,7 +410,8 @@ class SteppedService(ReplicaService):
         logger.warning("no items are taken until the step ends: %s", self._late)
         self.health_changed.set()
         works = [*self._running, *self._queue.waiting]
-        self._running, self._queue.waiting = (), []
+        self._running = ()
+        self._queue.clear()
         for work in works:
             self._refuse(work, self._late)
         self.evict([work.session_id for work in works])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator
 from random import random
 from typing import Any
@@ -58,6 +59,8 @@ class GrpcLink(Link):
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
+        self._releases: deque[tuple[str, int]] = deque(maxlen=limits.RELEASES_WAITING_MAX)
+        self._num_releasing = 0
 
     def send(self, item: Any) -> None:
         """See `Link.send`. Also raises `BadRequest` if the item is too large for a message, or has
@@ -81,8 +84,12 @@ class GrpcLink(Link):
 
     def release(self, session_id: str, epoch: int) -> None:
         self._forget(session_id)
-        if not self._closed and len(self._background) < limits.RELEASES_IN_FLIGHT_MAX:
-            self._spawn(self._send_release(session_id, epoch))
+        if self._closed:
+            return
+        self._releases.append((session_id, epoch))
+        if self._num_releasing < limits.RELEASES_IN_FLIGHT_MAX:
+            self._num_releasing += 1
+            self._spawn(self._send_releases())
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
         request = types_pb2.DescribeRequest().SerializeToString()
@@ -133,6 +140,13 @@ class GrpcLink(Link):
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    async def _send_releases(self) -> None:
+        try:
+            while self._releases:
+                await self._send_release(*self._releases.popleft())
+        finally:
+            self._num_releasing -= 1
 
     async def _send_release(self, session_id: str, epoch: int) -> None:
         request = types_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)

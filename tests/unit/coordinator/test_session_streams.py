@@ -25,7 +25,7 @@ from outrider.interfaces.request import (
     Started,
     Tokens,
 )
-from outrider.sessions.store import FinishReason, SessionRecord
+from outrider.sessions.store import Finish, FinishReason, SessionRecord
 from outrider.speculation.proposal import DraftDistribution, EncodedProposal, encode_q
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.support.coordinator_bench import (
@@ -184,6 +184,29 @@ async def test_a_running_session_is_cancelled_once_even_without_the_store() -> N
         assert reasons == [FinishReason.CANCELLED]
         b.store.load = load
         await b.service.streams.cancel(session_id)
+
+
+async def test_few_ends_are_stored_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the end of another tenant's session would wait in Redis' queue for all of them."""
+    monkeypatch.setattr(limits, "CLOSINGS_MAX", 4)
+    num_running = num_most = 0
+    async with bench(max_sessions=100) as b:
+        finish = b.store.finish
+
+        async def noted(end: Finish) -> int:
+            nonlocal num_running, num_most
+            num_running += 1
+            num_most = max(num_most, num_running)
+            await asyncio.sleep(0.01)
+            num_running -= 1
+            return await finish(end)
+
+        b.store.finish = noted
+        streams = [b.service.streams.generate(REQUEST, resumable=False) for _ in range(32)]
+        await asyncio.gather(*map(anext, streams))
+        await asyncio.gather(*(one.aclose() for one in streams))
+        await b.service._sessions.end_background()
+    assert num_most == 4
 
 
 async def test_a_cancelled_session_is_freed_without_garbage_collection() -> None:

@@ -59,3 +59,18 @@ def test_tenants_take_turns() -> None:
     queue.add(work(7, tenant="b"))
     taken = [names(queue.take(0.0)[0]) for _ in range(3)]
     assert taken == [[(1, 0), (6, 0)], [(2, 0), (7, 0)], [(3, 0), (4, 0)]]
+
+
+def test_a_session_that_ends_takes_its_requests_along() -> None:
+    """Also those that a step did not finish."""
+    queue = filled(work(1), work(2), work(1, 1), work(3))
+    first, second = queue.take(0.0)[0]
+    assert set(queue.sessions) == {one.session_id for one in queue.waiting}
+    queue.requeue([first, second])
+    assert names([*queue.drop(first.session_id)]) == [(1, 1), (1, 0)]
+    assert not queue.drop(first.session_id)
+    assert names(queue.waiting) == [(2, 0), (3, 0)]
+    assert set(queue.sessions) == {one.session_id for one in queue.waiting}
+    queue.clear()
+    assert not queue.sessions
+    assert not queue.drop(second.session_id)

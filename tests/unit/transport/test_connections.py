@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider import limits
 from outrider.errors import ConfigError, Unavailable
 from outrider.transport.channel import open_channel
 from outrider.transport.grpc_link import GrpcLink
@@ -164,3 +165,32 @@ async def test_a_caller_hears_that_the_link_is_closed() -> None:
         with pytest.raises(Unavailable, match="closed"):
             await link.describe(1.0)
         accepted.close()
+
+
+async def test_few_releases_of_a_link_are_under_way_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else thousands of sessions that end at once would delay the answers to all others."""
+    monkeypatch.setattr(limits, "RELEASES_WAITING_MAX", 40)
+    link, released, running, most = GrpcLink("target", "127.0.0.1:1"), list[bytes](), 0, 0
+
+    async def release(request: bytes, timeout: float) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        released.append(request)
+
+    monkeypatch.setattr(link, "_release", release)
+    for _ in range(2):
+        for number in range(60):
+            link.release(f"session {number}", 1)
+        async with asyncio.timeout(5):
+            while running or not released:
+                await asyncio.sleep(0.001)
+        assert most == limits.RELEASES_IN_FLIGHT_MAX
+        assert len(released) == 40
+        assert b"session 59" in released[-1]
+        released.clear()
+    await link.close()

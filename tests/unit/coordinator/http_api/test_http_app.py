@@ -16,13 +16,14 @@ import pytest
 
 from coordinator.auth.access_control import AccessControl, RateExceeded, watch_keys
 from coordinator.decoding.sessions import RequestKey
-from coordinator.http_api.app import GeneratedResponse
+from coordinator.http_api.app import GeneratedResponse, _cancel
 from coordinator.http_api.progress import Progress
 from outrider.errors import BadRequest, Unavailable
 from outrider.foundation import refusals
 from outrider.foundation.api_keys import Caller, add_key
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.interfaces.request import Event, GenerateRequest, PromptTokens
+from outrider.limits import ENDINGS_MAX
 from outrider.models.tokenizer import TokenizerText
 from tests.support.http_front import BODY, Front
 from tests.support.models import byte_level_tokenizer
@@ -515,3 +516,15 @@ async def test_bodies_are_bounded_together(
     assert (await front.post()).status_code == 200
     slow.end()
     assert (await slow.answer).status_code == 200
+
+
+async def test_the_streams_of_a_request_are_cancelled_a_few_at_a_time() -> None:
+    """All of them, also if that is interrupted."""
+    tasks = [asyncio.create_task(asyncio.sleep(60)) for _ in range(100)]
+    await asyncio.sleep(0)
+    cancelling = asyncio.create_task(_cancel(tasks))
+    await asyncio.sleep(0)
+    assert sum(task.cancelling() for task in tasks) == ENDINGS_MAX
+    cancelling.cancel()
+    await asyncio.gather(cancelling, *tasks, return_exceptions=True)
+    assert all(task.cancelled() for task in tasks)
