@@ -96,7 +96,7 @@ class Admission:
         served = self._model.description
         if request.model not in ("", served.model):
             raise errors.NotFound(
-                f"model {request.model!r} does not exist; this server serves {served.model!r}"
+                f"model {request.model[:256]!r} does not exist; this server serves {served.model!r}"
             )
         if request.stop and self._model.text is None:
             raise errors.BadRequest(

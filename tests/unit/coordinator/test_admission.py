@@ -103,3 +103,11 @@ async def test_two_coordinators_draw_different_seeds(seed: int | None) -> None:
     [one, other, again] = [await drawn(name) for name in names]
     assert len({*one, *other}) == 18
     assert (one == again) == (seed is not None)
+
+
+async def test_an_error_names_the_start_of_an_unknown_model() -> None:
+    """To quote 8 MiB would hold the event loop."""
+    async with bench() as b:
+        with pytest.raises(errors.NotFound, match=r"^model 'xxx") as refused:
+            await b.events(replace(REQUEST, model="x" * 2**20))
+    assert len(refused.value.message) < 400
