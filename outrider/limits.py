@@ -48,7 +48,7 @@ CHECKED_CONSTRAINTS_MAX = 4096  # checked constraints that a coordinator remembe
 COMPILATION_BYTES_PER_TENANT_MAX = COMPILATIONS_PER_TENANT_MAX * CONSTRAINT_BYTES_MAX
 COMPILATION_BYTES_MAX = COMPILATIONS_MAX * CONSTRAINT_BYTES_MAX
 """The same limits for a replica, which counts the bytes of the constraints that wait."""
-CONSTRAINTS_READ_MAX = 16  # newest constraints in messages that a replica keeps as they were read
+GIVEN_READ_MAX = 16  # newest parameters, and constraints, that a replica keeps as they were read
 GRAMMARS_MAX = 64  # recently used constraints, kept compiled even if no session uses them
 GRAMMAR_BYTES_MAX = 256 * 2**10  # of these constraints; compiled, they take some hundred times this
 LEXER_STATES_MAX = 2**15  # 1 to 2 KB each; a constraint that has used them up is compiled again

@@ -363,10 +363,18 @@ def _head_to_proto(head: RoundHead, hashed: bool) -> dict[str, Any]:
     return fields_to_proto(head, types_pb2.RoundHead, **given, constraint_hash=None)
 
 
-@lru_cache(limits.CONSTRAINTS_READ_MAX)
+# The sessions of a request have the same parameters and constraint, which may take milliseconds to
+# read. Tenants share no results, so times reveal nothing about another tenant's requests.
+
+
+@lru_cache(limits.GIVEN_READ_MAX)
+def _read_sampling(tenant: str, data: bytes) -> SamplingParams:
+    message = types_pb2.SamplingParams.FromString(data)
+    return sampling_from_proto(message, "head.sampling_params")
+
+
+@lru_cache(limits.GIVEN_READ_MAX)
 def _read_constraint(tenant: str, kind: str, text: str) -> Constraint:
-    """The sessions of a request have the same constraint, which may take milliseconds to read.
-    Tenants share no results, so times reveal nothing about another tenant's constraints."""
     return Constraint.read(kind, text, "head.constraint")
 
 
@@ -376,7 +384,8 @@ def head_from_proto(message: types_pb2.RoundHead, known: RoundHead | None = None
     session_id_from_wire(message.session_id, "head.session_id")
     given: dict[str, Any] = {"sampling": None, "sampling_hash": message.sampling_hash}
     if message.HasField("sampling_params"):
-        sampling = sampling_from_proto(message.sampling_params, "head.sampling_params")
+        data = message.sampling_params.SerializeToString(deterministic=True)
+        sampling = _read_sampling(message.tenant, data)
         given = {"sampling": sampling, "sampling_hash": sampling.hash()}
     elif not message.HasField("sampling_hash"):
         raise BadRequest("head.sampling", "neither parameters nor their hash are given")

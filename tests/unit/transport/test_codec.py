@@ -401,11 +401,16 @@ def test_what_is_asked_arrives(request_: ResumeRequest) -> None:
     assert request_codec.resume_from_proto(request_codec.resume_to_proto(request_)) == request_
 
 
-def test_a_constraint_is_read_once_for_each_tenant() -> None:
-    """All sessions of a request have it."""
-    heads = [make_head((1,), constraint=CONSTRAINTS[1], tenant=tenant) for tenant in "aab"]
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [("constraint", CONSTRAINTS[1]), ("sampling", SamplingParams(logit_bias=((7, -0.5), (9, 2))))],
+)
+def test_what_all_sessions_of_a_request_have_is_read_once_for_each_tenant(
+    field: str, given: Any
+) -> None:
+    heads = [replace(make_head((1,), tenant=tenant), **{field: given}) for tenant in "aab"]
     items = [item_message(DRAFT, messages.DraftItem(head, 1)) for head in heads]
     read: list[Any] = [DRAFT.item_from_proto(item) for item in items]
-    first, again, other = (item.head.constraint for item in read)
-    assert first == other == CONSTRAINTS[1]
+    first, again, other = (getattr(item.head, field) for item in read)
+    assert first == other == given
     assert first is again is not other
