@@ -1,15 +1,17 @@
-"""Sends the costliest bodies within all limits, each several times.
+"""Sends the costliest bodies and gRPC messages within all limits, each several times.
 
-Held if no body blocks the event loop of the HTTP server for more than `STALL_MS` in its best
-try."""
+Held if none blocks the event loop for more than `STALL_MS` in its best try."""
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
+import grpc
 import httpx
 
+from outrider.v1 import coordinator_pb2 as pb
 from tests.attacks.victims import Doors, judge
 
 STALL_MS: Final = 50.0
@@ -56,22 +58,65 @@ def bodies() -> Iterator[tuple[str, str, Any]]:
     yield "4 million digits", COMPLETIONS, b'{"prompt":[1],"seed":' + b"9" * 4_000_000 + b"}"
 
 
-def attack() -> tuple[bool, str]:
-    stalls: dict[str, float] = {}
-    with Doors() as doors, httpx.Client(timeout=60) as client:
+def messages() -> Iterator[tuple[str, pb.GenerateRequest]]:
+    """Name and message."""
+    size, asked = 8 * 2**20 - 400, pb.GenerateRequest
+    yield "a text of 2 million characters", asked(text="\U0001f600" * (size // 4))
+    ids = pb.TokenIds(ids=[2**31 - 1] * (2**19 - 60))
+    yield "524,228 ids of 5 bytes", asked(token_ids=ids)
+    yield "2,621,340 ids", asked(token_ids=pb.TokenIds(ids=[1] * (5 * 2**19 - 100)))
+    turns = [pb.ChatMessage(role="user", content="x" * 2000)] * 4090
+    yield "4,090 turns", asked(chat=pb.ChatMessages(messages=turns))
+    yield "a schema", asked(text="x", json_schema='{"a":"' + "x" * size + '"}')
+    yield "8,000 stop strings", asked(text="x", stop=["x" * 1000] * 8000)
+    biases = pb.GenerateRequest().sampling
+    biases.logit_bias.update(dict.fromkeys(range(8000), 0.5))
+    yield "8,000 biases", asked(text="x" * 2**16, sampling=biases)
+
+
+def calls(doors: Doors) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Name, size in bytes, and a call that returns the answer's status."""
+    headers = doors.headers("alice")
+    with httpx.Client(timeout=60, headers=headers) as client:
+
+        def post(route: str, data: bytes) -> object:
+            return client.post(f"http://{doors.addresses['http']}{route}", content=data).status_code
+
         for name, route, body in bodies():
             data = body
             if not isinstance(body, bytes):
                 data = json.dumps(body, separators=(",", ":")).encode()
-            url, found = f"http://{doors.addresses['http']}{route}", []
+            yield name, len(data), partial(post, route, data)
+    with grpc.insecure_channel(doors.addresses["grpc"]) as channel:
+        generate = channel.unary_stream("/outrider.v1.Coordinator/Generate")
+        metadata = [("authorization", headers["authorization"])]
+
+        def send(data: bytes) -> object:
+            call = generate(data, metadata=metadata, timeout=60)
+            try:
+                next(call)
+            except grpc.RpcError as error:
+                return error.code().name
+            call.cancel()
+            return "OK"
+
+        for name, message in messages():
+            data = message.SerializeToString()
+            yield f"{name}, gRPC", len(data), partial(send, data)
+
+
+def attack() -> tuple[bool, str]:
+    stalls: dict[str, float] = {}
+    with Doors() as doors:
+        for name, size, call in calls(doors):
+            found = []
             for _ in range(TRIES):
                 doors.ask()
-                answer = client.post(url, content=data, headers=doors.headers("alice"))
+                status = call()
                 time.sleep(0.05)
                 found.append(doors.ask()["lag_ms"])
             stalls[name] = min(found)
-            mib = len(data) / 2**20
-            print(f"{stalls[name]:8.1f} ms  {mib:.2f} MiB  {answer.status_code}  {name}")
+            print(f"{stalls[name]:8.1f} ms  {size / 2**20:.2f} MiB  {status}  {name}")
     num_over = sum(stall > STALL_MS for stall in stalls.values())
     worst = max(stalls, key=stalls.__getitem__)
     return not num_over, (
