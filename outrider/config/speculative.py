@@ -66,6 +66,7 @@ _ALLOWED: dict[str, tuple[Value, ...]] = {
 }
 """Key of vLLM -> allowed values. All known keys also allow null and false."""
 _KEYS = tuple(dict.fromkeys(("method", "model", *_SETTINGS, *_ALLOWED, *_RATES)))
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 5}'
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 _NGRAM_TOKENS = 5
 """Length of the shortest and of the longest match, in tokens, if neither bound is given."""
@@ -133,12 +134,14 @@ def _acceptance_rates(values: Mapping[str, Any], source: str) -> Sequence[float]
 
 def _values(raw: object, source: str) -> dict[str, Any]:
     """Returns the values of a `speculative_config` by key. Omits null and false."""
+    needed = f"it must be a JSON object such as {_EXAMPLE}, with keys from {', '.join(_KEYS)}"
     try:
         config = json.loads(raw) if isinstance(raw, str) else raw
     except ValueError as error:
-        raise ConfigError(f"{source}: {raw!r} is not JSON: {error}") from error
+        raise ConfigError(f"{source}: {raw} is not JSON ({error}); {needed}") from error
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{source}: {config!r} is wrong; it must be a JSON object")
+        kind = "an array" if isinstance(config, list) else "a single value"
+        raise ConfigError(f"{source}: {raw} is {kind}; {needed}")
     values = {}
     for name, value in config.items():
         key = str(name).replace("-", "_")

@@ -127,7 +127,9 @@ def test_synthetic_acceptance_is_of_an_emulated_pair(said: dict[str, object], ra
         (SYNTHETIC | {"synthetic_acceptance_rates": [0.5]}, "N numbers from 0 to 1"),
         ({"method": "suffix", "synthetic_acceptance_length": 2}, "needs rejection_sample_method"),
         (SYNTHETIC | {"synthetic_acceptance_length": 2}, "synthetic needs --engine emulated:SPEC"),
-        ([1], "[1] is wrong; it must be a JSON object"),
+        (["ngram"], '["ngram"] is an array; it must be a JSON object such as {"method": "ngram", '),
+        ("ngram", '"ngram" is a single value; it must be a JSON object such as {"method": '),
+        (3, "with keys from method, model, num_speculative_tokens, "),
     ],
 )
 def test_what_is_not_understood_is_refused_by_its_key(
@@ -137,6 +139,20 @@ def test_what_is_not_understood_is_refused_by_its_key(
     shown = capsys.readouterr().err
     assert shown.startswith("outrider: error: --speculative-config: ")
     assert error in shown
+
+
+def test_a_method_without_json_gets_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "demo", "--speculative-config", "ngram"]) == 2
+    shown = capsys.readouterr().err
+    assert "--speculative-config: ngram is not JSON (Expecting value: line 1 column 1" in shown
+    assert 'it must be a JSON object such as {"method": "ngram", "num_speculative' in shown
+
+
+def test_a_list_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("speculative_config: [ngram]\n")
+    with pytest.raises(ConfigError, match=r"\['ngram'\] is an array; it must be a JSON object"):
+        merge({}, {}, file)
 
 
 def test_a_stronger_layer_wins_and_one_layer_says_a_thing_once(tmp_path: Path) -> None:
