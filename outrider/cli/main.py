@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import click
 
-from outrider.errors import BadRequest, ConfigError, OutriderError
+from outrider.errors import BadRequest, ConfigError, OutriderError, did_you_mean
 from outrider.fleet.local_state import ERROR_PREFIX
 
 from .command import Arguments, Command, Group
@@ -94,6 +94,8 @@ def parse(words: Sequence[str]) -> Arguments:
             flag = error.option_name
             if not flag.startswith("--"):  # Of `-tp`, click names only `-t`.
                 flag = next((word for word in map(str, words) if word.startswith(flag)), flag)
+            near = did_you_mean(error.option_name, error.possibilities or ())
+            message = f"No such option '{error.option_name}'{near}"
             if instead := hint(path, flag):
                 message = f"No such option '{flag}': {instead}"
         _complain(f"{message.rstrip('.')} (see {path} --help)")

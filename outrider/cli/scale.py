@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.bench.report import Report
 from outrider.config.deployment import WAIT_S_MAX, AutoscaleConfig
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import ConfigError, SettingError, did_you_mean
 from outrider.fleet.local_state import DeploymentLocation
 from outrider.fleet.preflight import whole_paths
 from outrider.fleet.reconciler import FIXED, ReconcilerClient, connect_reconciler, differing
@@ -109,9 +109,10 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
         name, _, text = word.partition("=")
         role = next((role for role in ROLES if role == name), None)
         if role is None or role in counts or not re.fullmatch("[0-9]{1,9}", text):
+            near = "" if role else did_you_mean(word, (f"{role}={text}" for role in ROLES))
             raise ConfigError(
                 f"{word}: must be ROLE=N, with each of the roles {', '.join(ROLES)} at most once, "
-                f"and N a whole number up to {REPLICAS_MAX}"
+                f"and N a whole number up to {REPLICAS_MAX}, for example target=2 draft=4{near}"
             )
         counts[role] = int(text)
     return counts

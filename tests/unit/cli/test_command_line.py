@@ -21,7 +21,10 @@ from tests.support.command_lines import refusal
     ("words", "names"),
     [
         (("servr",), "Did you mean 'serve'? (see outrider --help)"),
-        (("generate", "--max-token", "hi", "x"), "'--max-tokens'"),
+        (("generate", "--max-token", "hi", "x"), "did you mean --max-tokens? (see"),
+        (("chat", "--helpp"), "No such option '--helpp'; did you mean --help? (see outrider chat"),
+        (("--versoin",), "No such option '--versoin'; did you mean --version? (see outrider --"),
+        (("chat", "--zzz"), "No such option '--zzz' (see outrider chat --help)"),
         (("serve", "--dtype", "BFloat16"), "one of auto, bfloat16, float16, float32, float64; did"),
         (("serve", "demo", "--model", "other"), "--model"),
         (("serve", "--telemetry", "nowhere"), "error: --telemetry: "),

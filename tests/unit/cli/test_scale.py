@@ -130,6 +130,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     ("words", "said"),
     [
         (["scale", "drafts=4"], "drafts=4: must be ROLE=N, with each of the roles coordinator, "),
+        (["scale", "targets=2"], "for example target=2 draft=4; did you mean target=2?"),
         (["scale", "draft"], "error: draft: must be ROLE=N"),
         (["scale", f"draft={'9' * 5000}"], "at most once, and N a whole number up to 1024"),
         (["scale", "draft=1", "--wait", "nan"], "--wait: nan is not a finite number"),
