@@ -95,13 +95,16 @@ class HttpClient(BenchClient):
             raise SettingError("base_url", f"{base_url!r} is wrong: {error}") from error
         if (self._client.base_url.port or 0) > PORT_MAX:
             raise SettingError("base_url", f"{base_url!r} is wrong: the largest port is {PORT_MAX}")
+        if self._client.base_url.scheme not in ("http", "https"):
+            reason = "must begin with http:// or https://"
+            raise SettingError("base_url", f"{base_url!r} is wrong; it {reason}")
         self.model = model
         self.address = self._client.base_url.netloc.decode()
         self._raw = raw
 
     async def __aenter__(self) -> Self:
         if not self.model:
-            with _failures(f"{self._root}/v1/models"):
+            with self._failures(f"{self._root}/v1/models"):
                 response = await self._client.get("/v1/models")
                 await _check(response)
                 self.model = str(response.json()["data"][0]["id"])
@@ -117,7 +120,7 @@ class HttpClient(BenchClient):
         seconds = 0.0
         url, body = self._question(request)
         started_s = clock()
-        with _failures("the stream"):
+        with self._failures("the stream"):
             async with self._client.sse(url, method="POST", json=body) as events:
                 await _check(events.response)
                 async for event in events:
@@ -163,16 +166,22 @@ class HttpClient(BenchClient):
         body["max_completion_tokens"] = request.max_tokens
         return CHAT, body | {"messages": [{"role": "user", "content": request.prompt}]}
 
-
-@contextmanager
-def _failures(what: str) -> Iterator[None]:
-    """Raises `Unavailable` for HTTP errors, and for answers that are not in OpenAI's format."""
-    try:
-        yield
-    except httpx2.HTTPError as error:
-        raise Unavailable(f"{what}: {error!r}") from error
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise Unavailable(f"{what} is not in OpenAI's format: {error}") from error
+    @contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        """Raises `Unavailable` for HTTP errors, and for answers that are not in OpenAI's format."""
+        try:
+            yield
+        except httpx2.HTTPError as error:
+            reason = _one_line(str(error) or type(error).__name__)
+            message = f"{what}: {reason}"
+            if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+                message = (
+                    f"nothing answers at {self._root} ({reason}); start a server there, or give "
+                    "another address with --base-url"
+                )
+            raise Unavailable(message) from error
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise Unavailable(f"{what} is not in OpenAI's format: {error}") from error
 
 
 async def _check(response: httpx2.Response) -> None:
