@@ -245,7 +245,7 @@ class Deployment:
                 return
             self._is_own = False
             try:
-                await self._end()
+                await (self._end_before_ray() if self.ray.local else self._end())
             except Unavailable as error:
                 if not self.ray.local:
                     raise
@@ -258,6 +258,21 @@ class Deployment:
         if self.redis is not None:
             await asyncio.to_thread(self.redis.stop)
             self.redis = None
+
+    async def _end_before_ray(self) -> None:
+        """Like `_end`, but raises `Unavailable` if Ray's head ends meanwhile, because systemd, for
+        example, signals all processes of a service. Ray's calls would then take 60 s, after which
+        Ray ends this process."""
+        ending = asyncio.ensure_future(self._end())
+        watching = asyncio.ensure_future(self.ray.head_ended())
+        try:
+            await asyncio.wait((ending, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                raise Unavailable("Ray has ended")
+            await ending
+        finally:
+            ending.cancel()
+            watching.cancel()
 
     async def _end(self) -> None:
         closing = ReconcilerClient(self.ray.namespace, CLOSE_AWAY_S)

@@ -410,6 +410,7 @@ TOKEN_FILE = "ray.token"  # noqa: S105 (a name)
 MODE, PATH, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 _VARIABLES = MODE, PATH, TOKEN
 _ANSWER_S = 5.0
+_HEAD_LOOK_PERIOD_S = 0.5
 
 
 def hide(directory: Path, name: str, secret: str) -> Path:
@@ -465,7 +466,7 @@ class RayConnection:
         if self.token is not None:
             use_token(self.token)
         try:
-            with _without_secrets():
+            with _without_secrets(), _own_sessions():
                 _init(options)
         except ray.exceptions.AuthenticationError as error:
             reason = str(error).partition("\n")[0]
@@ -481,6 +482,19 @@ class RayConnection:
 
     async def disconnect(self) -> None:
         await asyncio.to_thread(self._open.close)
+
+    async def head_ended(self) -> None:
+        """Returns when no head (GCS) listens at `gcs_address` any more."""
+        host, _, port = self.gcs_address.rpartition(":")
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.close()
+            except ConnectionRefusedError:
+                return
+            except OSError as error:  # For example, this process has too many open files.
+                _log.warning("cannot tell whether Ray's head runs: %s", error)
+            await asyncio.sleep(_HEAD_LOOK_PERIOD_S)
 
 
 def _init(options: Mapping[str, Any]) -> None:
@@ -507,6 +521,34 @@ def _without_secrets() -> Iterator[None]:
         yield
     finally:
         os.environ |= hidden
+
+
+class _Forks(threading.local):
+    are_rays = False
+    """Whether the processes that this thread forks are Ray's."""
+
+
+_forks = _Forks()
+
+
+@contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Puts the processes that Ray starts meanwhile into sessions of their own. A SIGTERM to this
+    process' group, as `timeout` or a shell's `kill %1` sends it, would otherwise end Ray before the
+    deployment has stopped. Ray only blocks SIGINT in its processes, and has no setting for this."""
+    _forks.are_rays = True
+    try:
+        yield
+    finally:
+        _forks.are_rays = False
+
+
+def _leave_session() -> None:
+    if _forks.are_rays:
+        os.setsid()
+
+
+os.register_at_fork(after_in_child=_leave_session)
 
 
 def _short_directory() -> tempfile.TemporaryDirectory[str]:

@@ -1,6 +1,8 @@
 """Start, take-over and stop of a deployment. Calls of Ray are faked."""
 
+import asyncio
 import os
+import socket
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -56,6 +58,7 @@ async def test_a_stop_makes_every_step_while_the_head_is_away(
         monkeypatch.setattr(module, "find_reconciler", AsyncMock(return_value=Told(is_lost=True)))
     monkeypatch.setattr(Cluster, "clear", noted("clear"))
     monkeypatch.setattr(deployment.ray, "disconnect", noted("disconnect"))
+    monkeypatch.setattr(deployment.ray, "head_ended", asyncio.Event().wait)
     monkeypatch.setattr("shutil.rmtree", lambda path, **_: done.append(path.name))
     if local:
         await deployment.stop()
@@ -63,6 +66,25 @@ async def test_a_stop_makes_every_step_while_the_head_is_away(
         with pytest.raises(Unavailable, match="does not answer"):
             await deployment.stop()
     assert done == ["clear", "disconnect", "secrets", "redis"]
+
+
+async def test_a_stop_does_not_wait_for_a_local_ray_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """systemd signals all processes of a service. A call of a dead head takes 60 s."""
+    deployment: Any = Deployment(load_config(SETTINGS, {}), tmp_path)
+    deployment.ray.local = deployment._is_own = True
+    deployment._end, disconnect = asyncio.Event().wait, AsyncMock()
+    monkeypatch.setattr(deployment.ray, "disconnect", disconnect)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        deployment.ray.gcs_address = f"127.0.0.1:{head.getsockname()[1]}"
+        stopping = asyncio.create_task(deployment.stop())
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+    async with asyncio.timeout(5):
+        await stopping
+    disconnect.assert_awaited_once()
+    assert "they end when Ray stops: Ray has ended" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import stat
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -195,3 +196,25 @@ async def test_ray_that_starts_late_is_started_once_more(
     else:
         await connection.connect()
     assert starts == ["host:1"] * min(num_late + 1, 2)
+
+
+def test_only_rays_own_processes_are_in_other_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal to this process' group must not end Ray, which starts processes with a
+    `preexec_fn`."""
+
+    def session(**options: Any) -> int:
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, **options) as child:
+            return os.getsid(child.pid)
+
+    sessions: list[int] = []
+
+    def init(**_: object) -> None:
+        sessions.append(session(preexec_fn=lambda: None))
+        with ThreadPoolExecutor(1) as pool:
+            sessions.append(pool.submit(session, preexec_fn=lambda: None).result())
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="h:1"))
+    RayConnection("h:1", "outrider-d")._connect()
+    sessions.append(session(preexec_fn=lambda: None))
+    assert [found == os.getsid(0) for found in sessions] == [False, True, True]
