@@ -447,12 +447,12 @@ def find_deployment(arguments: Arguments) -> DeploymentLocation:
     record = running_deployment(local_state.state_directory(os.environ))
     if (
         record is not None
-        and name in ("", record.deployment)
+        and name in ("", record.name)
         # The user may have given `serve` another name of the same cluster, such as `auto`.
         and address in ("", record.ray_address, record.settings.get("address"))
     ):
         token = Path(record.ray_token) if record.ray_token else None
-        return DeploymentLocation(record.ray_address, record.deployment, token=token)
+        return DeploymentLocation(record.ray_address, record.name, token=token)
     if address and name:
         return DeploymentLocation(address, name)
     if address:

@@ -83,6 +83,7 @@ async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> i
 
     def end(number: int) -> None:
         if not received:
+            local_state.mark_stopping(state)
             serving.cancel()
         received.append(number)
 
@@ -97,6 +98,7 @@ async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> i
         served = running_deployment(state) is not None
         return 128 + signal.SIGINT if received[0] == signal.SIGINT and not served else 0
     finally:
+        local_state.mark_stopping(state)  # The deployment may also have failed.
         local_state.withdraw(state)
         progress("stopping")
         await deployment.stop()
@@ -311,7 +313,7 @@ def status(arguments: Arguments) -> int:
 
 async def _status(arguments: Arguments) -> Facts:
     key = options.caller_key(arguments)
-    facts: Facts = {"running": False, "serving": False, "deployment": None}
+    facts: Facts = {"running": False, "serving": False, "stopping": False, "deployment": None}
     facts |= {f"{role}s": [] for role in ROLES}
     if arguments.server:
         address = options.checked_address(arguments.server)
@@ -329,7 +331,7 @@ async def _status(arguments: Arguments) -> Facts:
     facts["lease"] = {"file": str(state / local_state.LOCK_NAME), "holder": holder}
     record = running_deployment(state)
     if record is None:
-        return facts
+        return facts | {"stopping": local_state.is_stopping(state)}
     trust = options.caller_trust_of(arguments, record.settings)
     internal = str(record.settings.get("internal_tls_dir") or "")
     addresses: dict[Role, list[str]] = {
@@ -343,6 +345,8 @@ async def _status(arguments: Arguments) -> Facts:
         for role, those in addresses.items()
     ]
     registry, answers = await asyncio.gather(ask_registry(record), asyncio.gather(*asked))
+    if local_state.is_stopping(state):  # Since then, the replicas may have ended.
+        return facts | {"stopping": True}
     for role, replicas in zip(addresses, answers, strict=True):
         facts[f"{role}s"] = [
             registry.replicas.get(replica["address"], {}) | replica for replica in replicas
@@ -383,7 +387,7 @@ async def ask_registry(record: DeploymentRecord) -> InRegistry:
     try:
         address = with_password(RedisAddress(**record.redis))
         async with AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
-            registry = RedisRegistry(address, record.deployment)
+            registry = RedisRegistry(address, record.name)
             stack.push_async_callback(registry.close)
             for role in ROLES:
                 for replica, left_s in await registry.leases(role):
@@ -436,7 +440,8 @@ def status_table(report: Facts) -> RenderableType:
     deployment = report["deployment"] or {}
     if not report["running"]:
         holder = report.get("lease", {}).get("holder")
-        return Text("nothing runs" if holder is None else f"starting (pid {holder})")
+        verb = "being stopped" if report.get("stopping") else "starting"
+        return Text("nothing runs" if holder is None else f"{verb} (pid {holder})")
     parts: list[RenderableType] = []
     if deployment:
         models = f"{deployment['served_model_name']}, drafted by {deployment['draft_model']}"

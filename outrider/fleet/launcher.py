@@ -97,7 +97,7 @@ class Deployment:
             target_directory=config.target.directory,
             tokenizer_directory=coordinator.tokenizer_directory,
             redis=asdict(coordinator.redis),
-            deployment=self.name,
+            name=self.name,
             ray_address=self.ray.gcs_address,
             ray_token=str(self.ray.token or ""),
             asks_for_keys=coordinator.asks_for_keys,

@@ -3,7 +3,8 @@
 The record is `deployment.json` in the state directory. It is written when the deployment is ready,
 and removed when the deployment stops. If callers need an API key, the file `cli.key` has a key for
 this machine's commands. This file is removed with the record. The deployment's process locks the
-file `deployment.lock`, which contains the process id.
+file `deployment.lock`, which contains the process id, and also `stopping` from when the process
+begins to end.
 """
 
 import fcntl
@@ -22,6 +23,7 @@ from outrider.foundation.files import write_whole
 FILE_NAME, KEY_NAME = "deployment.json", "cli.key"
 LOCK_NAME, LOG_NAME = "deployment.lock", "serve.log"
 ERROR_PREFIX = "outrider: error: "
+_STOPPING = " stopping"
 _LOCK_ATTEMPTS = 10
 _LOCK_PERIOD_S = 0.02
 """Pause between attempts to take the lock. Another process's `lock_holder` may hold it briefly."""
@@ -47,7 +49,8 @@ class DeploymentRecord:
     """The fields of the deployment's `RedisAddress`, without passwords."""
     http_address: str = ""
     """HOST:PORT of the coordinators' HTTP servers, separated by commas; empty = no HTTP."""
-    deployment: str = ""
+    name: str = ""
+    """The deployment's name, which the other commands take as `--deployment-name`."""
     ray_address: str = ""
     ray_token: str = ""
     """File of the Ray token, if the cluster is local."""
@@ -140,6 +143,20 @@ def withdraw(directory: Path) -> None:
     (directory / KEY_NAME).unlink(missing_ok=True)
 
 
+def mark_stopping(directory: Path) -> None:
+    """Notes that this process, which must hold the lock, stops the deployment."""
+    # A full disk must not prevent the stop. The lock file always has the process id.
+    with suppress(OSError), (directory / LOCK_NAME).open("r+", encoding="ascii") as file:
+        file.write(f"{os.getpid()}{_STOPPING}")
+
+
+def is_stopping(directory: Path) -> bool:
+    """Whether a process stops the deployment."""
+    if lock_holder(directory) is None:
+        return False
+    return (directory / LOCK_NAME).read_text("ascii").endswith(_STOPPING)
+
+
 def lock_holder(directory: Path) -> int | None:
     """Id of the process that starts, runs or stops the deployment; None = no such process."""
     path = directory / LOCK_NAME
@@ -151,7 +168,7 @@ def lock_holder(directory: Path) -> int | None:
         except FileNotFoundError:
             return None
         except BlockingIOError:
-            if text := path.read_text("ascii"):
+            if text := path.read_text("ascii").removesuffix(_STOPPING):
                 return int(text)
         time.sleep(_LOCK_PERIOD_S)  # Another process is taking or releasing the lock.
     raise ConfigError(f"{path}: is locked, but does not contain a process id")
@@ -168,6 +185,11 @@ def exclusive(directory: Path) -> Iterator[None]:
                 break
             time.sleep(_LOCK_PERIOD_S)
         else:
+            if is_stopping(directory):
+                raise ConfigError(
+                    f"the deployment (pid {lock_holder(directory)}) is being stopped; try again "
+                    "when it has ended"
+                )
             record = running_deployment(directory)
             where = ", but is not ready"
             if record is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.client import ChatMessage, GenerateRequest
-from outrider.fleet.local_state import exclusive, state_directory
+from outrider.fleet.local_state import exclusive, mark_stopping, state_directory
 from outrider.speculation.sampling_params import SamplingParams
 from tests.support import recorded
 from tests.support.stack import VOCAB, Stack, running_stack, until
@@ -231,6 +231,7 @@ async def test_a_deployment_is_described(slow: Stack) -> None:
     await events.aclose()
     assert (found["running"], found["serving"]) == (True, True)
     assert found["deployment"]["pid"] == os.getpid()
+    assert found["deployment"]["name"] == "d"
     assert found["deployment"]["settings"] == {"max_num_seqs": 64}
     [coordinator] = found["coordinators"]
     assert (coordinator["address"], coordinator["model"]) == (slow.client.address, "model")
@@ -259,4 +260,7 @@ async def test_a_named_server_is_asked(slow: Stack) -> None:
     assert (await run("status"))[:2] == (1, "nothing runs\n")
     with exclusive(state_directory(os.environ)):
         assert (await run("status"))[1] == f"starting (pid {os.getpid()})\n"
+        mark_stopping(state_directory(os.environ))
+        assert (await run("status"))[:2] == (1, f"being stopped (pid {os.getpid()})\n")
+        assert (await facts(1))["stopping"]
     assert (await facts(1))["lease"]["holder"] is None

@@ -23,7 +23,7 @@ def record(**others: Any) -> DeploymentRecord:
         "draft_addresses": ["h:3"],
         "target_directory": "",
         "tokenizer_directory": "",
-        "deployment": "d",
+        "name": "d",
         "redis": {"url": "unix:///own.sock", "key_prefix": "ours:"},
         "wanted": {"coordinator": 1, "target": 1, "draft": 1},
         "ray_address": RAY,

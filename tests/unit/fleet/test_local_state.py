@@ -14,8 +14,10 @@ from outrider.fleet.local_state import (
     FILE_NAME,
     LOCK_NAME,
     exclusive,
+    is_stopping,
     local_key,
     lock_holder,
+    mark_stopping,
     publish,
     recorded_deployment,
     running_deployment,
@@ -77,7 +79,13 @@ def test_only_one_holds_the_lock(directory: Path) -> None:
         publish(directory, RECORD)
         with pytest.raises(ConfigError, match=f"pid {os.getpid()}"), exclusive(directory):
             pass
-        assert lock_holder(directory) == os.getpid()
+        assert (lock_holder(directory), is_stopping(directory)) == (os.getpid(), False)
+        for _ in range(2):
+            mark_stopping(directory)
+        assert (lock_holder(directory), is_stopping(directory)) == (os.getpid(), True)
+        with pytest.raises(ConfigError, match="is being stopped"), exclusive(directory):
+            pass
+    assert not is_stopping(directory)
     with exclusive(directory):
-        pass
+        assert not is_stopping(directory)
     assert lock_holder(directory) is None
