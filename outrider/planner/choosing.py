@@ -169,7 +169,8 @@ def choose(
             options.append(chooser.best_way(rule, k, rounds, hit_rates))
             if k == NUM_DEPTHS:
                 measured[rule] = parts[-1]
-    chosen = best(options)
+    # Only requests use the rule coupled, with a seed. No setting makes it the default.
+    chosen = best(option for option in options if option.rule is not Rule.COUPLED)
     chosen_parts = parts[options.index(chosen)]
     chances = total(chosen_parts).chances(chosen.num_draft_tokens)
     return TemperaturePlan(
@@ -297,6 +298,12 @@ class PlanReport:
             flags += ["--look-ahead", chosen.look_ahead]
         if chosen.draft_replicas > 1:
             flags += ["--num-drafts", chosen.draft_replicas]
+        drafts = ""
+        if chosen.draft_replicas:
+            if chosen.rule is not Rule.GREEDY:
+                flags += ["--unseeded-rule", chosen.rule.value]
+            drafts = f"{chosen.draft_replicas:g} draft{'s' * (chosen.draft_replicas > 1)}"
+            drafts = f"With {drafts} for each target replica, "
         command = shlex.join(["outrider", "serve", self.model, *map(str, flags)])
         expected = f"{chosen.tokens_per_second:.1f} tokens/s are expected"
         if chosen.num_draft_tokens == 0:
@@ -305,8 +312,7 @@ class PlanReport:
                 "is faster."
             )
         return (
-            f"Deploy with `{command}` and your other flags. With rule {chosen.rule.value} and "
-            f"{chosen.draft_replicas:g} drafts for each target replica, {expected}, "
+            f"Deploy with `{command}` and your other flags. {drafts}{expected}, "
             f"{chosen.speedup:.2f} times plain decoding."
         )
 

@@ -1,6 +1,7 @@
 """`outrider plan` on toy models: the computed rounds equal rounds that are played."""
 
 import asyncio
+import re
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from statistics import mean
@@ -19,9 +20,9 @@ from outrider.foundation.clock import run_virtually
 from outrider.interfaces.request import RoundReport, Tokens
 from outrider.interfaces.step_costs import StepCosts
 from outrider.planner import rehearsal
-from outrider.planner.choosing import PlanReport, choose
+from outrider.planner.choosing import Chooser, PlanReport, choose
 from outrider.planner.rehearsal import PlayedSession, fit
-from outrider.planner.rounds import ServiceTimes, scripted, total
+from outrider.planner.rounds import Option, ServiceTimes, scripted, total
 from outrider.replica.lookups import build_lookup
 from outrider.speculation.sampling_params import Rule
 from tests.support.command_lines import printed
@@ -221,8 +222,39 @@ def test_a_plan_says_how_to_deploy_it() -> None:
     assert "has a speed-up of {:.2f} to {:.2f}. ".format(*plan.speedup_interval) in words
     apart = told(num_draft_tokens=12, look_ahead=0, draft_replicas=1)
     assert "--num-draft-tokens 12 --look-ahead 0`" in apart
+    assert "With 2 drafts for each target replica, " in words
+    assert "With 1 draft for each target replica, " in apart
+    look_up = told(num_draft_tokens=4, look_ahead=0, draft_replicas=0)
+    assert re.search(r"--num-draft-tokens 4` and your other flags\. [0-9.]+ tokens/s are", look_up)
+    assert "for each target replica" not in look_up
     plain = told(num_draft_tokens=0, look_ahead=0, draft_replicas=0)
     assert "with `outrider serve t --num-draft-tokens 0` and your other flags:" in plain
+
+
+def test_a_plan_says_how_to_set_the_rule_that_it_assumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting makes the rule coupled the default, even if it is the fastest. Every rule accepts
+    the drafts of a look-up with the same probability, so none is set for them."""
+    best_way = Chooser.best_way
+
+    def coupled_is_fastest(chooser: Chooser, rule: Rule, *rest: Any) -> Option:
+        option = best_way(chooser, rule, *rest)
+        rate = option.tokens_per_second * (2 if rule is Rule.COUPLED else 1)
+        return replace(option, tokens_per_second=rate)
+
+    def told(rule: Rule, draft_replicas: int, temperature: float) -> str:
+        plan = choose(1, MODEL, _sample(MODEL, temperature), TIMES)
+        chosen = replace(plan.options[0], rule=rule, draft_replicas=draft_replicas)
+        return shown(plans=(replace(plan, plain=chosen, chosen=chosen),))
+
+    assert "--unseeded-rule block`" in told(Rule.BLOCK, 1, 1.0)
+    assert "--unseeded-rule token`" in told(Rule.TOKEN, 1, 1.0)
+    for lacks in (told(Rule.TOKEN, 0, 1.0), told(Rule.GREEDY, 1, 0.0)):
+        assert "Deploy with" in lacks
+        assert "-rule" not in lacks
+    monkeypatch.setattr(Chooser, "best_way", coupled_is_fastest)
+    choice = choose(1, MODEL, _sample(MODEL, 1.0), TIMES)
+    assert Rule.COUPLED in {option.rule for option in choice.options}
+    assert choice.chosen.rule is not Rule.COUPLED
 
 
 @pytest.mark.parametrize(
