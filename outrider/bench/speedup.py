@@ -24,6 +24,17 @@ REFERENCES = (
     ("the engine alone", "engine_tokens_per_second", ENGINE),
     ("transformers generate", "transformers_generate_tokens_per_second", TRANSFORMERS),
 )
+COLUMNS = {
+    "num_prompts": "num",
+    "speedup": "speed up",
+    "speedup_interval": f"{LEVEL:.0%} interval",
+    "plain_tokens_per_second": "plain tokens per second",
+    "speculative_tokens_per_second": "tokens per second with drafts",
+    "acceptance_rate": "share accepted",
+    "tokens_per_round": "tokens per round",
+    "num_identical": "same answers",
+}
+"""Key of the JSON object -> its column, short enough for a terminal of 80 columns."""
 PLAIN_SHARE_MIN = 0.9
 """The report warns if plain decoding is slower than this share of a reference's tokens/s."""
 
@@ -157,9 +168,8 @@ def report(values: Mapping[str, Any]) -> Report:
         " rule {rule}, {concurrency} at a time".format(**values)
     )
     groups = values["categories"] | {"all": values}
-    names = values["categories"][next(iter(groups))]
     rows = [
-        {"prompts": group} | {name: figures[name] for name in names}
+        {"prompts": group} | {column: figures[key] for key, column in COLUMNS.items()}
         for group, figures in groups.items()
     ]
     shown: list[Any] = [table(title, rows)]
@@ -203,8 +213,8 @@ def headline(values: Mapping[str, Any]) -> str:
     ratio = f"speculative decoding runs at {speedup:.2f}x the speed of plain decoding"
     if interval is None:
         return (
-            f"{ratio}; too few repetitions for an interval "
-            f"({values['repetitions']}, at least {REPETITIONS_MIN})"
+            f"{ratio}; too few repetitions for an interval ({values['repetitions']}, at least "
+            f"{REPETITIONS_MIN}): give more prompts, with --num-prompts or --prompts"
         )
     low, high = interval
     known = (

@@ -174,7 +174,7 @@ def sides(*seconds: float, drafted: int = 8, noise: float = 0.01) -> Any:
         (
             sides(*[0.5] * 7),
             "at 2.00x the speed of plain decoding; too few repetitions for an "
-            "interval (7, at least 8)",
+            "interval (7, at least 8): give more prompts, with --num-prompts",
         ),
     ],
 )
@@ -184,16 +184,26 @@ def test_the_headline_is_the_row_of_all_prompts(found: Any, said: str) -> None:
     [*_, cells] = report(found).shown[0].rows
     assert cells[0] == "all"
     if "no drafts" in said:
-        assert cells[3:5] == ["-", "-"]
+        assert cells[2:4] == ["-", "-"]
         assert (found["speedup"], found["speedup_interval"]) == (None, None)
         assert "x the speed" not in line
         assert "interval" not in line
     else:
-        assert float(cells[3]) == pytest.approx(found["speedup"], abs=1e-3)
+        assert float(cells[2]) == pytest.approx(found["speedup"], abs=1e-3)
     if interval := found["speedup_interval"]:
         low, high = interval
-        assert cells[4] == f"{low:.3f} {high:.3f}"
+        assert cells[3] == f"{low:.3f} {high:.3f}"
         assert f"interval {low:.2f}x to {high:.2f}x over 8 repetitions" in line
+
+
+def test_the_table_fits_a_terminal_of_80_columns_in_one_piece() -> None:
+    prompts = [prompt for prompt in read_prompts() for _ in range(8)]
+    done = [(20, 0.01, 10, 8, 4)] * len(prompts)
+    results = {name: side_of(None, *done) for name in ("plain", "speculative")}
+    shown = printed(*report(SETUP | compared(prompts, results, True)).shown, width=80)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("─\n") == 1
+    assert "1.000 1.000  2000.000" in shown
 
 
 @pytest.mark.parametrize(
