@@ -103,6 +103,25 @@ class PeerSides:
         self.warm: set[str] = set()
         """The sides that have been measured at an earlier level."""
         self._options, self._progress, self._left = options, progress, left
+        self._installed = [peer for peer in PEERS if peer.name in options.peers]
+
+    def check_installed(self) -> None:
+        """Leaves out the peers that are not installed. Raises `SettingError` if all are missing."""
+        asked, place = self._installed, self._options.environments
+        self._installed = [
+            peer for peer in asked if peer.is_ours or (place / peer.name / libraries.STAMP).exists()
+        ]
+        if not self._installed:
+            names = ", ".join(peer.name for peer in asked)
+            raise SettingError(
+                "peers",
+                f"nothing to compare with: not installed in {place.absolute()}: {names}. Install "
+                "the peers by `make peers` in a clone of Outrider (this takes some minutes), or "
+                "name the folder with --environments",
+            )
+        for peer in asked:
+            if peer not in self._installed:
+                self.leave_out(peer.name, "not installed; `make peers` installs it")
 
     def leave_out(self, name: str, why: str) -> None:
         """Notes that a peer or a side is missing, and says so at once."""
@@ -129,21 +148,28 @@ class PeerSides:
     async def start(
         self, subject: Subject, prompts: Sequence[BenchPrompt], stack: AsyncExitStack
     ) -> None:
-        """Starts the peers. `stack` ends their processes."""
+        """Starts the peers. `stack` ends their processes. Raises `Unavailable` if none starts."""
         if subject.target is None:
             raise SettingError(
                 "server", "has a target whose files are not on this machine; peers read these files"
             )
         options = self._options
-        asked = [peer for peer in PEERS if peer.name in options.peers]
-        gguf = gguf_file(subject.model)
-        ready = [peer for peer in asked if self._is_ready(peer, gguf is not None)]
+        source, gguf, ready = gguf_file(subject.model), "", []
+        for peer in self._installed:
+            if peer.needs_gguf and source is None:
+                self.leave_out(peer.name, "the target does not come from a GGUF file")
+            else:
+                ready.append(peer)
+        readers = ", ".join(peer.name for peer in ready if peer.needs_gguf)
+        if source is not None and readers:
+            self._progress(f"finding or writing a GGUF file for {readers} in {cache_dir()}")
+            gguf = str(libraries.bfloat16_gguf(source, cache_dir()))
         inputs = TargetInputs.load(
             subject.target,
             prompts,
             options,
             batch=max(options.concurrency),
-            gguf=str(libraries.bfloat16_gguf(gguf, cache_dir())) if gguf else "",
+            gguf=gguf,
             environments=options.environments,
         )
         self.precision = inputs.setup["precision"]
@@ -164,6 +190,8 @@ class PeerSides:
                 except (ConfigError, Unavailable) as error:
                     self.leave_out(peer.name if mode == PLAIN else side, error.message)
                     break
+        if not self.clients:
+            raise Unavailable("nothing to compare with: no peer was loaded; see the warnings")
 
     def _check_time(self) -> None:
         if self._left.is_after(self._left.loading_ends_s):
@@ -175,16 +203,6 @@ class PeerSides:
                 return await stack.enter_async_context(process)
         except TimeoutError:
             raise Unavailable(LOADED_LATE) from None
-
-    def _is_ready(self, peer: Library, has_gguf: bool) -> bool:
-        stamp = self._options.environments / peer.name / libraries.STAMP
-        if not (peer.is_ours or stamp.exists()):
-            self.leave_out(peer.name, "not installed; `make peers` installs it")
-        elif peer.needs_gguf and not has_gguf:
-            self.leave_out(peer.name, "the target does not come from a GGUF file")
-        else:
-            return True
-        return False
 
     async def _settings_of(self, peer: Library, inputs: TargetInputs) -> dict[str, Setting]:
         if not self._options.sweep or peer.is_ours:
@@ -204,6 +222,7 @@ async def run(options: PeersOptions, start_subjects: StartSubjects, progress: Pr
     at = list(product(options.temperature, options.concurrency))
     left = TimeLeft(60 * options.minutes, len(at))
     peers = PeerSides(options, progress, left)
+    peers.check_installed()
     levels: list[Level] = []
     skipped: list[Level] = []
     async with AsyncExitStack() as stack:

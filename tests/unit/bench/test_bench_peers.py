@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import Any, ClassVar, Self
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +19,7 @@ from outrider.bench.rates import Work
 from outrider.bench.speedup import Subject
 from outrider.cli import bench
 from outrider.config.deployment import TargetConfig
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.models.sources import resolve_model
 from tests.support.bench_sides import ScriptedSide, subject_of
 from tests.support.command_lines import printed, reported
@@ -171,6 +173,37 @@ async def test_each_side_decodes_each_prompt(world: Path) -> None:
     }
     assert found["settings"]["vllm n-gram"]["speculative_config"]["num_speculative_tokens"] == 3
     assert found["settings"].keys() == one.keys() - {"outrider plain", "outrider speculative"}
+
+
+async def test_peers_of_which_none_is_installed_are_refused_before_a_deployment_starts(
+    world: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=rf"peers: nothing .* in {world}: vllm-pace, llama-cpp\."):
+        await run(
+            PeersOptions(peers=("llama-cpp", "vllm-pace"), environments=world),
+            Mock(side_effect=AssertionError),
+            lambda line: None,
+        )
+
+
+async def test_peers_of_which_none_is_loaded_end_the_benchmark(world: Path) -> None:
+    lines: list[str] = []
+    with pytest.raises(Unavailable, match="no peer was loaded"):
+        await measured(world, lines, peers=("openvino",))
+    assert lines[-1] == "warning: openvino is left out: No module named 'openvino_genai'"
+
+
+@pytest.mark.parametrize(("peer", "needs_gguf"), [("vllm", False), ("openvino", True)])
+async def test_a_gguf_file_is_written_only_for_a_peer_that_needs_one(
+    peer: Any, needs_gguf: bool, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the folder is told."""
+    monkeypatch.setattr(ScriptedLibrary, "fails", {})
+    lines: list[str] = []
+    await measured(world, lines, peers=(peer,))
+    assert bool(glob(f"{world}/cache/**/*.f16.gguf", recursive=True)) == needs_gguf
+    told = f"finding or writing a GGUF file for {peer} in {world / 'cache'}"
+    assert (told in lines) == needs_gguf
 
 
 async def test_a_peer_that_fails_is_named_before_anything_else_is_done(
