@@ -172,6 +172,11 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     from outrider.models.sources import resolve_model
 
     name, trust = target.model, target.trust_remote_code
+    drafts, where = drafter.name, Path()
+    # The draft comes first, because it is smaller: a wrong name is found before a long download.
+    if drafts and drafter.kind != MTP:
+        with blaming("draft_model"):
+            where = resolve_model(drafts, trust_remote_code=trust, drafts=True)
     with blaming("model"):
         directory = resolve_model(name, trust_remote_code=trust)
     _check_size(target, name, directory, trust)
@@ -188,11 +193,11 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     from outrider.models.student import check_target, is_student
 
     with blaming("draft_model"):
-        drafts, where, apart = drafter.name, directory, drafter.runs_on == "draft"
+        apart = drafter.runs_on == "draft"
         if drafter.kind == MTP:
+            where = directory
             check_mtp(directory, name)
         else:
-            where = resolve_model(drafts, trust_remote_code=trust, drafts=True)
             named = _with_kind(config, drafts, where)
             if named is not config:
                 return _resolved(named)

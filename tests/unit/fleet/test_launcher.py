@@ -128,11 +128,25 @@ async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
     assert new.calls == ["start", "close", "kill"]
 
 
+async def test_a_wrong_draft_is_found_before_the_target_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = Mock(side_effect=OSError("no such"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    models = {"model": "a/large", "draft_model": "no/where"}
+    deployment: Any = Deployment(load_config(models | {"grpc_port": 0, "port": 0}, {}), tmp_path)
+    with pytest.raises(SettingError, match="draft_model: model no/where: not a local directory"):
+        await deployment.start()
+    assert {call.args[0] for call in fetched.call_args_list} == {"no/where"}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
         ("redis_wait_replicas", 1, "needs redis_url"),  # An embedded Redis has no replicas.
         ("model", "nothere", "model nothere: not a local directory"),
+        ("draft_model", "no/where", "model no/where: not a local directory"),
+        ("draft_model", "hybrid:suffix,eagle3:no/where", "model no/where: not a local directory"),
     ],
 )
 async def test_what_is_wrong_ends_the_start_before_ray(
