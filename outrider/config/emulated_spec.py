@@ -46,6 +46,10 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
     ] = ()
     """The probabilities that a round accepts at least 1, 2, ... draft tokens, written A/B/... in a
     setting. No round accepts more tokens than there are rates. Empty = no fixed rates."""
+    novel_share: Share = 0.0
+    """The probability that a token of the target is new: no earlier token of the text equals it, so
+    a look-up finds no match. It does not apply to draft tokens under `acceptance_rates`. New tokens
+    have the last `max_model_len` ids, and all other tokens have the ids below."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -54,6 +58,9 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
             wrong["support"] = f"with acceptance_rates, at least {JUDGED_SUPPORT_MIN}"
         if self.support > size:
             wrong["support"] = f"1..{size} (vocab_size)"
+        elif self.support > self.num_plain_ids:
+            least = self.support + self.max_model_len
+            wrong["vocab_size"] = f"with novel_share, at least {least} (support + max_model_len)"
         if self.eos >= size:
             wrong["eos"] = f"-1 (none)..{size - 1}"
         if any(rate > before for before, rate in pairwise(rates)):
@@ -63,6 +70,11 @@ class EmulatedSpec(BaseModel, frozen=True, extra="forbid"):
             value = getattr(self, key)
             raise ConfigError(f"{SCHEME}: {key}={value} is wrong; allowed: {allowed}")
         return self
+
+    @property
+    def num_plain_ids(self) -> int:
+        """The number of ids, from 0 on, that are not kept for new tokens."""
+        return self.vocab_size - (self.max_model_len if self.novel_share else 0)
 
     @classmethod
     def parse(cls, text: str) -> EmulatedSpec:

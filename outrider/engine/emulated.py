@@ -7,7 +7,11 @@ ids. Its log q is log p + `deviation` * g, where g is a pseudo-random standard G
 With `acceptance_rates`, the target gives each draft token a probability of either 1 or 0. Which of
 these depends only on a pseudo-random number and the token's place in the round. So every rule
 accepts at these rates, with any drafter and at any temperature. But the target's distribution then
-depends on the draft tokens, so audits fail."""
+depends on the draft tokens, so audits fail.
+
+With `novel_share`, a pseudo-random share of the target's rows gives all probability to one id,
+which depends only on the row's place in the text. After a round that ends with such an id, a
+look-up finds no match. Draft tokens are accepted as often as without `novel_share`."""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ _STRIDE = np.uint64(1_048_583)
 """The distance between ids of a support: a prime above `VOCAB_SIZE_MAX`, so that ids differ."""
 _DRAFT_KEY = np.uint64(0x6472616674)
 _ACCEPT_KEY = np.uint64(0x616363657074)
+_NOVEL_KEY = np.uint64(0x6E6F76656C)
 _Words = npt.NDArray[np.uint64]
 
 
@@ -78,8 +83,13 @@ class EmulatedEngine:
         contexts = np.array(flat, dtype=np.uint64).reshape(-1, self._spec.order)
         self.stated_seconds += self._step_time(steps)
         rows = self._logits(contexts)
-        if self._spec.acceptance_rates and self._role == "target":
-            self._judge(steps, contexts, rows)
+        if self._role == "target" and (self._spec.novel_share or self._spec.acceptance_rates):
+            lengths = [(self.length(step.sequence_id), step.num_logits) for step in steps]
+            places = np.concatenate([np.arange(end - num, end) for end, num in lengths])
+            # Texts repeat contexts. With keys of contexts alone, they would repeat outcomes, too.
+            keys = _mix(_context_keys(contexts, self._spec.seed) ^ _mix(places.astype(np.uint64)))
+            self._renew(places, keys, rows)
+            self._judge(steps, keys, rows)
         return list(torch.split(rows, [step.num_logits for step in steps]))
 
     def _contexts(self, step: SequenceStep) -> list[list[int]]:
@@ -105,7 +115,9 @@ class EmulatedEngine:
         """Returns logits [n, V] for contexts [n, order]."""
         spec = self._spec
         keys = _context_keys(contexts, spec.seed)
-        ids = torch.from_numpy(_support_ids(keys, spec.support, spec.vocab_size).astype(np.int64))
+        ids = torch.from_numpy(
+            _support_ids(keys, spec.support, spec.num_plain_ids).astype(np.int64)
+        )
         weights = -spec.exponent * np.log(np.arange(1, spec.support + 1, dtype=np.float64))
         values = weights - np.log(np.exp(weights).sum())
         values = np.broadcast_to(values, (len(keys), spec.support))
@@ -119,7 +131,15 @@ class EmulatedEngine:
         logits = self._rows[: len(keys)]
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
 
-    def _judge(self, steps: Sequence[SequenceStep], contexts: _Words, logits: torch.Tensor) -> None:
+    def _renew(self, places: npt.NDArray[np.int64], keys: _Words, logits: torch.Tensor) -> None:
+        """Gives all probability to a new id in a share of the rows. `places` has the number of
+        tokens before each row's context ends, less one; `keys` has a key for each row."""
+        is_novel = _uniforms(_mix(keys ^ _NOVEL_KEY)) < self._spec.novel_share
+        rows = torch.from_numpy(is_novel.nonzero()[0])
+        ids = torch.from_numpy(places[is_novel] + self._spec.num_plain_ids)
+        self._set(logits, rows, ids, torch.ones(len(rows), dtype=torch.bool))
+
+    def _judge(self, steps: Sequence[SequenceStep], keys: _Words, logits: torch.Tensor) -> None:
         """Changes the logits so that each draft token has a probability of 1 or 0."""
         drafted: list[tuple[int, int, int]] = []
         """Each draft token, its place in the round, and the row of logits that predicts it."""
@@ -129,17 +149,24 @@ class EmulatedEngine:
             newest = step.token_ids[len(step.token_ids) - num_drafted :]
             drafted += [(token_id, i, start + i) for i, token_id in enumerate(newest)]
             start += step.num_logits
-        if not drafted:
+        if not (drafted and self._spec.acceptance_rates):
             return
         tokens, places, rows = torch.tensor(drafted).T
-        keys = _mix(_context_keys(contexts[rows.numpy() + 1], self._spec.seed) ^ _ACCEPT_KEY)
+        draws = _uniforms(_mix(keys[rows.numpy() + 1] ^ _ACCEPT_KEY))
         chances = self._chances[np.minimum(places.numpy(), len(self._chances) - 1)]
-        accepted = torch.from_numpy(_uniforms(keys) < chances)
-        certain = rows[accepted]
-        logits[certain[:, None], self._written[certain]] = -math.inf
-        logits[rows, tokens] = torch.where(accepted, 0.0, -math.inf)
+        accepted = torch.from_numpy(draws < chances)
+        # A token that is certain anyway cannot be rejected, because no other could follow.
+        self._set(logits, rows, tokens, accepted | (logits[rows, tokens] == 0.0))
+
+    def _set(
+        self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, certain: torch.Tensor
+    ) -> None:
+        """Gives each id the probability 1 in its row if it is `certain`, and otherwise 0."""
+        emptied = rows[certain]
+        logits[emptied[:, None], self._written[emptied]] = -math.inf
+        logits[rows, ids] = torch.where(certain, 0.0, -math.inf)
         others = self._written[:, 0].clone()
-        others[rows] = tokens
+        others[rows] = ids
         self._written = torch.cat([self._written, others[:, None]], dim=1)
 
 

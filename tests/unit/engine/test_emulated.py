@@ -30,6 +30,10 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
         ("acceptance_rates=0.5/1.5", "acceptance_rates='1.5'"),
         ("acceptance_rates=0.5/0.6", r"=\(0\.5, 0\.6\) is wrong; allowed: rates that do not "),
         ("support=1,acceptance_rates=0.5", "support=1 is wrong"),
+        (
+            "support=4,novel_share=0.1,max_model_len=96,vocab_size=99",
+            r"vocab_size=99 is wrong; allowed: with novel_share, at least 100 \(support \+ max",
+        ),
     ],
 )
 def test_a_bad_specification_names_its_key(text: str, named: str) -> None:
@@ -110,6 +114,44 @@ def test_draft_tokens_are_judged_in_the_step_of_their_prompt() -> None:
     p = probabilities(EmulatedEngine(never, "target").forward(steps)[1])
     assert p[[0, 1, 2], [10, 20, 30]].tolist() == [0, 0, 0]
     assert (p > 0).sum(-1).tolist() == [63, 63, 63, 64]
+
+
+@pytest.mark.parametrize("rates", [(), (0.5,)])
+def test_a_share_of_the_tokens_is_new_in_the_text(rates: tuple[float, ...]) -> None:
+    """A text of 1,000 tokens of the ids 0..49 and new ids. Bounds of five standard errors."""
+    spec = EmulatedSpec(
+        vocab_size=1_050, support=8, novel_share=0.2, max_model_len=1_000, acceptance_rates=rates
+    )
+    engine = EmulatedEngine(spec, "target")
+    text = list(range(50))
+    p = probabilities(rows(engine, tuple(text), 1))[0]
+    while True:
+        text.append(int(p.argmax()))
+        if text[-1] >= 50:
+            assert p.max() == 1
+            assert text.index(text[-1]) == len(text) - 1
+        if len(text) > 1_000:
+            break
+        p = probabilities(rows(engine, (text[-1],), 1))[0]
+    assert sum(token_id >= 50 for token_id in text) / 950 == pytest.approx(0.2, abs=0.065)
+    assert max(text) < 1_050
+
+
+def test_a_draft_token_that_is_certain_is_accepted_at_every_rate() -> None:
+    """Tokens 0 and 1 are followed by the new ids 51 and 52. No other id has any probability."""
+    spec = EmulatedSpec(
+        vocab_size=150, support=8, novel_share=1, max_model_len=100, acceptance_rates=(0.0,)
+    )
+    p = probabilities(rows(EmulatedEngine(spec, "target"), (0, 1, 51, 7), 3))
+    assert [p[0, 51], p[1, 7], p[1, 52], p[2, 53]] == [1, 0, 1, 1]
+
+
+def test_a_repeated_context_repeats_no_outcome() -> None:
+    """The text and the drafts are the token 1, again and again. Bounds of five standard errors."""
+    engine = EmulatedEngine(EmulatedSpec(vocab_size=64, acceptance_rates=(0.5,)), "target")
+    rows(engine, (1, 1, 1), 1)
+    accepted = [int(probabilities(rows(engine, (1, 1), 2))[0, 1]) for _ in range(400)]
+    assert sum(accepted) / 400 == pytest.approx(0.5, abs=0.125)
 
 
 def test_stated_times() -> None:
