@@ -111,3 +111,25 @@ class DeviceOptions(Options):
     """Tokens in the cache before each step."""
     num_draft_tokens: DraftTokens = 8
     """Draft tokens of a round."""
+
+
+@checked()
+class OverheadOptions(Options):
+    parts: tuple[Literal["rounds", "capacity", "transports", "steps"], ...] = ("rounds",)
+    """What to measure. `steps`: tokens/s with emulated steps beside the ideal, which is sessions *
+    tokens a round / time of a round, and the CPU time of a token by process. A round takes a step,
+    and with a remote draft also the steps of the draft."""
+    rounds: Annotated[int, between(1, 100_000)] = 2_000
+    """Number of rounds, for the part `rounds`."""
+    sessions: tuple[Concurrency, ...] = ()
+    """Sessions at a time, for the parts `steps` (unset = 1,8,32,128) and `capacity` (the largest;
+    unset = 500)."""
+    seconds: Annotated[float, between(1, 600)] = 10.0
+    """Length of the measurement, for the part `capacity` and for each configuration of `steps`, s.
+    With the other defaults, `steps` takes about 4 minutes."""
+    steps_ms: tuple[Annotated[float, between(0.1, 60_000)], ...] = (3.0, 5.0, 12.0, 36.0)
+    """Times of a target's step, for the part `steps`, ms."""
+    drafting: tuple[Literal["plain", "lookup", "remote"], ...] = ("plain",)
+    """For the part `steps`: no drafts, a look-up in the coordinator, or a draft service."""
+    temperatures: tuple[Temperature, ...] = (0.0,)
+    """Temperatures, for the part `steps`."""

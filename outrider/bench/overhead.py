@@ -7,7 +7,8 @@ rounds      Time of a round and of its parts, from sending the draft request to 
 capacity    Rounds a second of one coordinator with many sessions. Client, coordinator, canned
             replicas and Redis each have their own process.
 transports  Time that gRPC and HTTP add to the first token, and to each chunk. Clients and
-            coordinator run in this process. The canned target runs in another process."""
+            coordinator run in this process. The canned target runs in another process.
+steps       Tokens/s with emulated steps, and CPU time of a token: see `step_overhead.py`."""
 
 import asyncio
 import gc
@@ -18,13 +19,12 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 
 from outrider.client import Client
 from outrider.errors import Unavailable
-from outrider.foundation.settings import between, checked
 from outrider.interfaces.messages import (
     DraftItem,
     ProposalReply,
@@ -42,9 +42,10 @@ from outrider.transport.stream_server import ReplicaServicer
 
 from .clients import GrpcClient, HttpClient
 from .measurement import BenchClient, Progress, bench_request, together
-from .options import Concurrency, Options
+from .options import OverheadOptions
 from .processes import Process, Replicas, embedded_redis
 from .report import Report
+from .step_overhead import measure_steps, tables
 
 NUM_DRAFT_TOKENS = 8
 PROMPT_TOKENS = 64
@@ -70,6 +71,8 @@ SESSION_TOKENS = 512
 VERIFY_S = 0.0183
 """Time of the canned target's step in `capacity`, as in `bench emulate`."""
 DRAFT_S = NUM_DRAFT_TOKENS * 0.0013
+CROWD = 500
+"""Sessions at a time in `capacity`, by default."""
 CROWD_TOKENS = 2_048
 WARM_UP_S = 3.0
 WARM_UP_TURNS = 3
@@ -81,26 +84,23 @@ _WORD = "word"
 _WORDS = bench_request(f" {_WORD}" * PROMPT_TOKENS, 32, num_draft_tokens=0, ignore_eos=True)
 
 
-@checked()
-class OverheadOptions(Options):
-    parts: tuple[Literal["rounds", "capacity", "transports"], ...] = ("rounds",)
-    """What to measure."""
-    rounds: Annotated[int, between(1, 100_000)] = 2_000
-    """Number of rounds, for the part `rounds`."""
-    sessions: Concurrency = 500
-    """Sessions at a time, for the part `capacity`."""
-    seconds: Annotated[float, between(1, 600)] = 10.0
-    """Length of the measurement, for the part `capacity`, s."""
-
-
 async def run(options: OverheadOptions, progress: Progress) -> Report:
     measures = {
         "rounds": measure_rounds,
         "capacity": measure_capacity,
         "transports": measure_transports,
     }
-    figures = {part: await measures[part](options, progress) for part in options.parts}
-    return Report.of("overhead of rounds and requests", figures.pop("rounds", {}) | figures)
+    figures: dict[str, Any] = {
+        part: await measure(options, progress)
+        for part, measure in measures.items()
+        if part in options.parts
+    }
+    values = figures.pop("rounds", {}) | figures
+    shown = list(Report.of("overhead of rounds and requests", values).shown) if values else []
+    if "steps" in options.parts:
+        values["steps"] = await measure_steps(options, progress)
+        shown += tables(values["steps"])
+    return Report(values, shown)
 
 
 def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
@@ -153,11 +153,11 @@ def round_figures(reports: Sequence[RoundReport]) -> dict[str, Any]:
 
 async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict[str, Any]:
     progress("starting")
-    num_tokens = 0
+    num_tokens, sessions = 0, max(options.sessions, default=CROWD)
 
     async def decode_forever(client: Client, index: int) -> None:
         nonlocal num_tokens
-        for seed in range(index, 10**9, options.sessions):
+        for seed in range(index, 10**9, sessions):
             async with aclosing(client.generate(canned_request(seed, CROWD_TOKENS))) as events:
                 async for event in events:
                     if isinstance(event, Tokens):
@@ -168,22 +168,22 @@ async def measure_capacity(options: OverheadOptions, progress: Progress) -> dict
         replicas.coordinator() as (client, coordinator),
         together() as group,
     ):
-        sessions = [group.create_task(decode_forever(client, i)) for i in range(options.sessions)]
-        progress(f"{options.sessions} sessions, for {options.seconds:g} s")
+        tasks = [group.create_task(decode_forever(client, i)) for i in range(sessions)]
+        progress(f"{sessions} sessions, for {options.seconds:g} s")
         await asyncio.sleep(WARM_UP_S)
         before, began = num_tokens, time.monotonic()
         cpu_s = (await coordinator.ask({}))["cpu_s"]
         await asyncio.sleep(options.seconds)
         num_tokens, elapsed_s = num_tokens - before, time.monotonic() - began
         cpu_s = (await coordinator.ask({}))["cpu_s"] - cpu_s
-        for task in sessions:
+        for task in tasks:
             task.cancel()
     tokens_per_round = sum(ACCEPT_PROBABILITY**place for place in range(NUM_DRAFT_TOKENS + 1))
     num_rounds = num_tokens / tokens_per_round
     if not num_rounds:
         raise Unavailable("no round ended within the measured time")
     return {
-        "sessions": options.sessions,
+        "sessions": sessions,
         "rounds_per_second": num_rounds / elapsed_s,
         "coordinator_ms_per_round": 1e3 * cpu_s / num_rounds,
     }

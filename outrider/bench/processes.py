@@ -3,8 +3,8 @@ deployment. No process uses Ray.
 
 A process reads JSON lines until its input ends, and answers each line with one line. The first line
 sets the process up. If the first answer has no `error`, the process is ready. The roles of this
-module answer the first line with an `address`, and further lines with the CPU time of the process
-so far (`cpu_s`)."""
+module answer the first line with an `address`, and further lines with the CPU time so far of the
+process and its children (`cpu_s`)."""
 
 from __future__ import annotations
 
@@ -156,7 +156,22 @@ async def _play(role: Role, output: TextIO) -> None:
             answer = {"error": error.message}
         print(json.dumps(answer), file=output, flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
-            print(json.dumps({"cpu_s": time.process_time()}), file=output, flush=True)
+            print(json.dumps({"cpu_s": cpu_time()}), file=output, flush=True)
+
+
+def cpu_time() -> float:
+    """The CPU time of this process and of its children so far, s. Children that still run are
+    counted on Linux only. A process started by `Process` has a process group of its own, so these
+    children are the group's other processes."""
+    own, group, ticks = str(os.getpid()), os.getpgrp(), 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # The process may have ended.
+            _, _, after_name = path.read_text().rpartition(")")
+            fields = [int(field) for field in after_name.split()[1:13]]
+            if fields[1] == group and path.parent.name != own:
+                ticks += fields[10] + fields[11]
+    ended_s = sum(os.times()[2:4])
+    return time.process_time() + ended_s + ticks / os.sysconf("SC_CLK_TCK")
 
 
 _ACTORS: dict[str, tuple[str, str, Any]] = {
@@ -225,6 +240,8 @@ class Replicas:
     """Empty without a draft replica."""
     redis_url: str
     settings: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    processes: Mapping[str, Process] = field(default_factory=dict)
+    """The processes of `target` and `draft`, if they are the benchmark's own."""
 
     def coordinator_config(self, **changes: Any) -> CoordinatorConfig:
         """The configuration of a coordinator on free ports that uses these replicas."""
@@ -262,11 +279,12 @@ async def running_pair(
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(embedded_redis())
         verifier = await stack.enter_async_context(service_process("target", target))
-        draft_address = ""
+        processes, draft_address = {"target": verifier}, ""
         if draft is not None and draft.drafter.runs_on == "draft":
             process = service_process("draft", draft, delay_ms)
-            draft_address = (await stack.enter_async_context(process)).address
-        yield Replicas(verifier.address, draft_address, redis_url, coordinator)
+            processes["draft"] = await stack.enter_async_context(process)
+            draft_address = process.address
+        yield Replicas(verifier.address, draft_address, redis_url, coordinator, processes)
 
 
 if __name__ == "__main__":

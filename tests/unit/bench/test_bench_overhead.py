@@ -1,6 +1,9 @@
 """`bench overhead`: figures, and a small run of each part; processes of benchmarks."""
 
 import asyncio
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 
 from outrider.bench.measurement import BenchClient, Completion
 from outrider.bench.overhead import added_ms, round_figures
-from outrider.bench.processes import Process, delayed
+from outrider.bench.processes import Process, cpu_time, delayed
 from outrider.errors import ConfigError
 from outrider.foundation.clock import run_virtually
 from outrider.interfaces.request import GenerateRequest, RoundReport
@@ -47,18 +50,21 @@ async def test_a_transport_adds_what_the_coordinator_does_not_take() -> None:
 def test_the_command_measures_every_part_and_prints_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three sessions whose rounds take at least 28.7 ms have at most 104 rounds a second."""
+    """Three sessions whose rounds take at least 28.7 ms have at most 104 rounds a second. In the
+    part `steps`, they have a plain token in 15 ms, and a round with a remote draft in 18 ms."""
     for name, value in {
         "processes.Process": ProcessHere,
         "overhead.Process": ProcessHere,
         "overhead.WARM_UP_S": 0.5,
         "overhead.WARM_UP_ROUNDS": 10,
         "overhead.TURNS": 3,
+        "step_overhead.WARM_UP_S": 0.2,
     }.items():
         monkeypatch.setattr(f"outrider.bench.{name}", value)
-    parts = "rounds,capacity,transports"
+    parts = "rounds,capacity,transports,steps"
     flags = ("--parts", parts, "--rounds", "20", "--sessions", "3", "--seconds", "1")
-    value, _ = reported(capsys, "bench", "overhead", *flags)
+    steps = ("--steps-ms", "15", "--drafting", "plain,remote", "--temperatures", "1")
+    value, err = reported(capsys, "bench", "overhead", *flags, *steps)
     assert value["num_rounds"] == 20
     assert 0 < value["round_ms_p50"] <= value["round_ms_p99"]
     capacity = value["capacity"]
@@ -67,6 +73,19 @@ def test_the_command_measures_every_part_and_prints_one_json_object(
     names = "grpc_ttft_added_ms_p50 grpc_chunk_added_ms http_ttft_added_ms_p50 http_chunk_added_ms"
     assert value["transports"].keys() == set(names.split())
     assert all(ms > 0 for ms in value["transports"].values())
+    assert "turn 2 of 2: 15 ms, 3 sessions, plain, temperature 1" in err
+    plain, remote = value["steps"]
+    names = ("step_ms", "sessions", "drafting", "temperature", "num_draft_tokens")
+    assert [plain[name] for name in names] == [15, 3, "plain", 1, 0]
+    assert [remote[name] for name in names] == [15, 3, "remote", 1, 3]
+    assert (plain["tokens_per_round"], plain["ideal_tokens_per_second"]) == (1, 200)
+    assert 1 < remote["tokens_per_round"] < 4
+    for row in value["steps"]:
+        assert 0 < row["fraction_of_ideal"] < 1.1
+        assert row["seconds"] == pytest.approx(1.0, abs=0.3)
+        assert all(row[f"{name}_core_ms_per_token"] > 0 for name in ("target", "client", "redis"))
+    assert plain["draft_core_ms_per_token"] is None
+    assert remote["draft_core_ms_per_token"] > 0
 
 
 def test_each_message_takes_longer_in_each_direction_and_waits_for_no_other() -> None:
@@ -92,6 +111,25 @@ def test_each_message_takes_longer_in_each_direction_and_waits_for_no_other() ->
     assert arrived == [
         (item, pytest.approx(0.5 + item / 10), pytest.approx(1.0 + item / 10)) for item in range(3)
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_cpu_time_of_a_process_includes_its_children() -> None:
+    """A child computes for 0.3 s, waits, and then ends."""
+    code = "import time\nwhile time.process_time() < 0.3: 1\ninput()"
+    before_s = cpu_time() - time.process_time()
+
+    def children_s() -> float:
+        return cpu_time() - time.process_time() - before_s
+
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    until = time.monotonic() + 20
+    while children_s() < 0.25 and time.monotonic() < until:
+        time.sleep(0.05)
+    running_s = children_s()
+    child.communicate(b"\n")
+    assert 0.25 <= running_s < 1.0
+    assert 0.25 <= children_s() < 1.0
 
 
 async def test_a_process_that_cannot_start_says_why() -> None:
