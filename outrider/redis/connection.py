@@ -282,6 +282,12 @@ class Script:
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
+_WRITE = """
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+redis.call('SET', KEYS[1], 1, 'PX', ARGV[1])
+"""
+"""Writes a key for some milliseconds, even if Redis' memory is full: Redis refuses a SET then, but
+not in a script that has written before."""
 Call = tuple[Sequence[str], Sequence[str | int | bytes]]  # the keys and arguments of a script's run
 
 
@@ -365,7 +371,7 @@ class ScriptRunner:
             pipeline.evalsha(script.sha, len(keys), *keys, *arguments)
         num_replicas = self._wait_replicas if script.replicated else 0
         if num_replicas:
-            pipeline.set(self._replicated_key, 1, px=limits.REDIS_WAIT_MS)
+            pipeline.eval(_WRITE, 1, self._replicated_key, limits.REDIS_WAIT_MS)
             pipeline.wait(num_replicas, limits.REDIS_WAIT_MS)
         async with calling(self._client):
             answers = await pipeline.execute(raise_on_error=False)

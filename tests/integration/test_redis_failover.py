@@ -224,6 +224,27 @@ async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) ->
         assert (await elsewhere.load(new.session_id)).token_ids == new.token_ids
 
 
+async def test_a_full_primary_with_a_replica_stores_ends(servers: RedisServers) -> None:
+    """Otherwise sessions that nobody runs would keep the server full."""
+    address = RedisAddress(url=servers.url, key_prefix="outrider:")
+    store = await RedisStore.connect(address, wait_replicas=1)
+    ended, taken = (new_session(f"{number}" * 32) for number in (1, 2))
+    for new in (ended, taken):
+        await store.open(new)
+    with redis.Redis.from_url(f"redis://{servers.primary.address}/0") as primary:
+        primary.config_set("maxmemory", 1)
+        with pytest.raises(StoreUnavailable, match="OOM"):
+            await store.open(new_session("3" * 32))
+        end = Finish(ended.session_id, 1, OWNERS[0], None, FinishReason.STOP, NO_COUNTS)
+        await store.finish(end)
+        await store.release(taken.session_id, 1, OWNERS[0])
+        seen = await store.load(taken.session_id)
+        assert (await store.take_over(seen, OWNERS[1])).epoch == 2
+        primary.config_set("maxmemory", 0)
+    assert (await store.load(ended.session_id)).finish_reason is FinishReason.STOP
+    await store.close()
+
+
 async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
     """While the replica is stopped, every call fails within a bounded time, even if the primary
     already has all of its data. After the replica has continued, all data is there once."""
