@@ -152,6 +152,8 @@ class Committer:
         self.has_work = asyncio.Event()
         self._leaving = asyncio.Event()
         self._closing = asyncio.Event()
+        self._is_store_away = False
+        """Whether the last call that appends tokens has got no answer."""
 
     @property
     def closing(self) -> bool:
@@ -245,9 +247,15 @@ class Committer:
                 commits.notify()
             if isinstance(error, asyncio.CancelledError):
                 raise
+            if not self._is_store_away:
+                _log.warning("no tokens are committed for now: %s", error)
+            self._is_store_away = True
             return False
         except OutriderError as error:
             answers = [error] * len(batch)
+        if self._is_store_away:
+            _log.warning("tokens are committed again")
+            self._is_store_away = False
         progress = [
             commits.apply(answer)
             for (commits, _), answer in zip(batch, answers, strict=True)

@@ -106,8 +106,9 @@ class SessionRun:
 
     async def next_events(self) -> Sequence[Event]:
         """Waits for the next events other than `Started`. Returns an empty sequence after the last
-        event. Raises the error that ended the session, `DeadlineExceeded` if the deadline passes
-        before the first token, or `StaleEpoch` after the session was handed over."""
+        event. Raises the error that ended the session, or `StaleEpoch` after the session was handed
+        over. If the deadline passes, and the store has taken no token, raises `DeadlineExceeded`;
+        if it lacks only later tokens, raises `StoreUnavailable`."""
         if self._is_told:
             return ()
         try:

@@ -107,6 +107,23 @@ async def b() -> AsyncIterator[Bench]:
     assert not made.committer.sessions
 
 
+async def test_the_log_tells_when_commits_stop_and_go_on(
+    b: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once each, however often the store is asked meanwhile."""
+    session = await b.session()
+    b.store.down = True
+    b.decide(session)
+    await asyncio.sleep(5)
+    assert len(b.store.appends) > 2
+    assert [record.message for record in caplog.records] == [
+        "no tokens are committed for now: request lost"
+    ]
+    b.store.down = False
+    await b.shown(session, session.length)
+    assert [record.message for record in caplog.records[1:]] == ["tokens are committed again"]
+
+
 async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
     await asyncio.sleep(seconds)
     return not task.done()
