@@ -186,7 +186,7 @@ TAKE_OVER_RETRY_MS = 100  # delay before a client retries a take-over that is no
 LEASE_WAIT_SPREAD_MS = 250  # longest random delay of a retry; it spreads the clients' retries
 FINISHED_TTL_S = 600  # time that a finished session is kept
 UNCOMMITTED_TOKENS_MAX = 256  # a session with more decided but uncommitted tokens waits for Redis
-UNCOMMITTED_MS_MAX = 10_000  # a session with older uncommitted tokens waits for Redis
+UNCOMMITTED_MS_MAX = 10_000  # a session also waits if Redis has taken none of them for this time
 
 TOKEN_ID_MAX = 2**31 - 1
 SESSION_TOKENS_MAX = 2**31 - 1  # largest committed length that a message may state

@@ -367,7 +367,8 @@ class SessionRun:
 
 
 ENTRIES_UNREAD_MAX = 256
-"""Decoding pauses while the queue holds the output of this many rounds."""
+"""Decoding pauses while the queue holds the output of this many rounds, which Redis lacks or the
+client has not taken."""
 
 
 @value(frozen=True, slots=True)
