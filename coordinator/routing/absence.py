@@ -37,7 +37,9 @@ class Absence:
         if isinstance(error, LinkLost):
             self.check(f"no {self._pool.role} can be reached: {error.message}")
         else:
-            self.check(f"the {self._pool.role} is overloaded: {error.message}", is_away=False)
+            self.check(
+                f"the stream to the {self._pool.role} is full: {error.message}", is_away=False
+            )
 
     def check(self, cause: str, *, is_away: bool = True) -> None:
         """Raises `Unavailable`, with the `cause` of the wait, if the wait has lasted too long.

@@ -84,7 +84,7 @@ class Discovery:
         self.present: dict[Role, int] = {}
         """Role -> number of replicas in the registry that are neither leaving nor on trial."""
         self._read_at: float | None = None
-        self._last_listed: BoundedDict[str, tuple[float, str]] = BoundedDict(NAMES_KEPT)
+        self._trusted_until: BoundedDict[str, tuple[float, str]] = BoundedDict(NAMES_KEPT)
         """Replica name -> (time until which its absence from the registry raises no doubt, the
         address with which the registry last listed it)."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -151,8 +151,8 @@ class Discovery:
         if self._away:
             # Replicas could not announce themselves until now.
             trusted = now + LEASE_S
-            self._last_listed.update(
-                {name: (trusted, entry[1]) for name, entry in self._last_listed.items()}
+            self._trusted_until.update(
+                {name: (trusted, entry[1]) for name, entry in self._trusted_until.items()}
             )
         self._away = False
         for role, records in by_role.items():
@@ -165,7 +165,7 @@ class Discovery:
 
     def _follow(self, pool: ReplicaPool, records: Sequence[ReplicaRecord], now: float) -> None:
         for record in records:
-            self._last_listed[record.name] = now, record.address
+            self._trusted_until[record.name] = now, record.address
             is_known = record.name in pool.replicas
             if record.leaving and (is_known or (record.weights and pool.newest(record.weights))):
                 pool.retire(record.name)
@@ -180,7 +180,7 @@ class Discovery:
                 self._begin(record.name, self._join(pool, record))
         taken = {record.address for record in records}
         for name in pool.replicas:
-            trusted, address = self._last_listed.setdefault(name, (now + LEASE_S, ""))
+            trusted, address = self._trusted_until.setdefault(name, (now + LEASE_S, ""))
             if now > trusted:
                 self._begin(name, self._check_unlisted(pool, name, address in taken))
 
@@ -199,7 +199,7 @@ class Discovery:
             return
         if not (is_replaced or replica.away) and await replica.answers():
             trusted = asyncio.get_running_loop().time() + LEASE_S
-            self._last_listed[name] = trusted, self._last_listed[name][1]
+            self._trusted_until[name] = trusted, self._trusted_until[name][1]
         else:
             _log.warning("the %s %s is removed: the registry no longer lists it", pool.role, name)
             await pool.leave(name)

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S, PROBE_TIMEOUT_S, ALIVE_TIMEOUT_S = 10.0, 2.0, 1.0
 """Time limits for a replica to describe itself: a new one, one that was away, and one of which it
-is asked whether it still lives. Sessions wait for the last answer."""
+is asked whether it still lives. If a replica hangs, its sessions wait until the last limit ends."""
 PROBE_PERIOD_S = 0.1
 """Pause between two probes of replicas that could not be reached."""
 ABSENCE_CHECK_S = 1.0
@@ -431,6 +431,9 @@ class SessionRoute(Generic[Item, Answer]):
         return self._round
 
     def head(self, number: int) -> RoundHead:
+        """Returns the head of a message for the round `number`, with the committed tokens that the
+        replica lacks, as far as known. `append` has at least the last committed token, because the
+        replica must run this token again, even if it holds it, to get the logits after it."""
         context = self.context
         record, tokens = context.session.record, context.session.tokens
         base_length = min(self.cached_length, len(tokens) - 1)

@@ -37,7 +37,8 @@ REPLICA_LIMIT = "replica"
 """`Overloaded.limit` of requests that a target has refused. They wait until the target has room, so
 each counts once."""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 1.0
-"""First and longest pause between two attempts to reach a target. The pause doubles each time."""
+"""First and longest pause between two attempts to reach a target, or after a refusal. The pause
+doubles each time."""
 
 
 class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
@@ -74,9 +75,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
     ) -> VerdictReply:
         """Returns the verdict of a round, with the data `wanted` for the next round, and sets
         `verified`. Repeats the request until an answer arrives. Moves to another target if the
-        current target cannot be reached, is leaving, or twice does not answer in time. Raises the
-        error with which the target refuses the session, and `Unavailable` if no target can be
-        reached, or the stream to the target is full, for as long as `Absence` allows.
+        current target cannot be reached, is leaving, answers with UNAVAILABLE, or twice does not
+        answer in time. Raises `Unavailable` if no target can be reached, or the stream to the
+        target is full, for as long as `Absence` allows. For refusals, see `_take_refusal`.
 
         If the target cannot read the proposal's q, the client itself tries to read q, cuts the
         proposal before the first unreadable q, and asks again. If the client can read all of q, or
@@ -175,6 +176,17 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return backoff(RETRY_S_MIN, RETRY_S_MAX, num_retries, self._random)
 
     async def _take_refusal(self, answer: Refused, error: OutriderError, num_retries: int) -> None:
+        """Handles a refusal that is not about q. If this returns, the caller must ask again.
+
+        | code of the answer | reaction |
+        | --- | --- |
+        | UNAVAILABLE | the target counts as away. The session moves, or pauses if it cannot |
+        | RESOURCE_EXHAUSTED | pause. The session does not move, but asks until its deadline |
+        | DEADLINE_EXCEEDED | pause |
+        | CANCELLED | raises `DataLoss` |
+        | INVALID_ARGUMENT | raises `InvariantError` |
+        | any other | raises the target's error |
+        """
         if answer.code == CANCELLED_CODE:
             # An earlier run of the session had the same epoch, and has released the session at the
             # target. So the store has lost its last writes, and has issued this epoch twice.

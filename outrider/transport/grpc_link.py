@@ -195,8 +195,7 @@ class _Stream:
 
     def put(self, item: RoundItem, frame: bytes) -> None:
         if not self._outbox.put(frame):
-            waiting = f"{limits.STREAM_QUEUE_ITEMS_MAX} items wait on this stream"
-            raise Overloaded(waiting, limits.LINK_BACKOFF_MS_MIN)
+            raise Overloaded(f"{limits.STREAM_QUEUE_ITEMS_MAX} items wait on this stream")
         if item.head.sampling is not None:
             self._sent[item.head.session_id] = item.head.given_hashes
 

@@ -182,7 +182,9 @@ async def test_a_request_to_a_full_stream_does_not_wait_for_a_target_that_is_bei
     full = ScriptedLink(*[Overloaded("4096 items wait")] * 999)
     pool = pool_of(full)
     starting(pool, (0, STARTING))
-    with pytest.raises(Unavailable, match="the target is overloaded: 4096 items wait; waited for"):
+    with pytest.raises(
+        Unavailable, match="the stream to the target is full: 4096 items wait; waited"
+    ):
         await target_of(pool=pool).verify(0, EMPTY_ENCODED_PROPOSAL)
     assert abs(asyncio.get_running_loop().time() - GONE_S) <= RETRY_S_MAX
 
