@@ -272,7 +272,7 @@ class SessionRun:
         if self._trial is not None and index > 0:
             seconds = self._clock() - began_at
             self._trial.note(outcome.num_accepted, len(outcome.token_ids), seconds)
-        return self._commit(index, drafted, reply, verify_s, outcome)
+        return self._add_decided(index, drafted, reply, verify_s, outcome)
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         if index > 0:
@@ -304,9 +304,11 @@ class SessionRun:
         )
         self._lengths.note(result)
 
-    def _commit(
+    def _add_decided(
         self, index: int, drafted: Drafted, reply: VerdictReply, verify_s: float, outcome: Outcome
     ) -> FinishReason | None:
+        """Adds a round's decided tokens to the session and to the output. Later, the committer
+        commits them. Returns why the session ends; None if it continues."""
         first_index = self._completion.num_tokens
         piece = self._completion.push(outcome.token_ids)
         num_tokens, num_drafted = piece.num_tokens, len(drafted.proposal)

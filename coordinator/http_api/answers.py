@@ -207,9 +207,9 @@ class Answer(EventStream):
         if self.opening is not None and not choice.is_opened:
             choice.is_opened = True
             chunks.append(self._chunk(self._choice(index, self.opening)))
-        # Without tools and reasoning, each round sends a chunk, even if the round adds no text.
-        is_round = isinstance(event, PromptTokens | Tokens) and self._translated.form == PLAIN
-        if choice.parts or is_round or (choice.token_ids and choice.finished):
+        # Without tools and reasoning, each event with tokens sends a chunk, even without text.
+        sends_tokens = isinstance(event, PromptTokens | Tokens) and self._translated.form == PLAIN
+        if choice.parts or sends_tokens or (choice.token_ids and choice.finished):
             chunks.append(self._chunk(self._choice(index, self.delta(choice), None, choice)))
             choice.parts, choice.token_ids, choice.scored = [], [], []
         if not isinstance(event, Finished):
