@@ -54,10 +54,11 @@ class CoordinatorService:
         `targets` and `drafts` map names to links, for a fixed set of replicas. With a `registry`,
         the coordinator uses the registry's replicas, to which `link(role, address)` creates links.
 
-        `fallback` is the look-up that proposes if no model drafts, or if the model has no
-        proposal. `text` is the target's tokenizer. Without it, requests must contain token ids.
-        `random_bits(n)` returns n random bits, for session ids and, if no seed is configured, the
-        seeds of requests."""
+        `fallback` is the look-up that proposes if the drafter is a look-up, or if a model or head
+        has no proposal. It is not used before the first draft has joined (`open_drafts`). `text` is
+        the target's tokenizer. Without it, requests must contain token ids. `random_bits(n)`
+        returns n random bits, for session ids and, if no seed is configured, the seeds of
+        requests."""
         self.config = config
         self._store = store
         self._links = targets or {}, drafts or {}

@@ -30,8 +30,8 @@ class RunStarter:
         committer: Committer,
         meter: LoadMeter,
     ) -> None:
-        """`fallback` is the look-up that proposes if no model drafts, or if the model has no
-        proposal."""
+        """`fallback` is the look-up that proposes if the drafter is a look-up, or if a model or
+        head has no proposal. It is not used before the first draft has joined (`open_drafts`)."""
         self._config = config
         self._targets = targets
         self._drafts = drafts

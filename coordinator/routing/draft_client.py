@@ -1,5 +1,6 @@
 """Gets proposals from a draft replica (`DraftClient`), or from a head in the target
-(`SelfDraftClient`). If there is no proposal, a look-up (`suffix` or `ngram`) proposes."""
+(`SelfDraftClient`). If these have no proposal, a look-up (`suffix` or `ngram`) proposes. A session
+that begins before any draft has joined has no proposals, and later drafts do not change this."""
 
 import asyncio
 import logging
@@ -515,7 +516,8 @@ def open_drafts(
     lookup: LookupDrafter,
     config: CoordinatorConfig,
 ) -> Drafts:
-    """Creates a session's source of proposals."""
+    """Creates a session's source of proposals, for the session's whole run. If a draft replica
+    should propose, but none has ever joined the `pool`, the session has no proposals."""
     context, parameters = target.context, target.context.parameters
     if parameters.num_draft_tokens == 0:
         return NoDrafts()

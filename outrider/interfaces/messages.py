@@ -137,7 +137,9 @@ class DraftItem:
     """Largest number of outcomes of this round to predict. For each outcome, the draft sends a
     proposal of up to `num_draft_tokens` tokens for the next round."""
     held: tuple[int, ...] | None = None
-    """The round's proposal, in an item that asks only for look-ahead; None in other items."""
+    """The round's proposal, in an item that does not ask for it; None in other items. The draft
+    reads the prefix and this proposal, and drafts ahead unless `look_ahead` or `num_draft_tokens`
+    is 0. (): the round has no proposal. Such an item prefills a prompt, or brings features."""
     features: Features | None = None
     """Features that the draft may lack."""
     budget_us: int = field(default=0, compare=False)
