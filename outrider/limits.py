@@ -1,5 +1,6 @@
-"""Limits of requests and resources. Other periods and timeouts stand beside their use. A request
-beyond a limit is refused, and the error names the request's field."""
+"""Limits of requests and resources, and many periods and timeouts. Other periods and timeouts stand
+in the module that they belong to. A request beyond a limit is refused, and the error names the
+request's field."""
 
 NUM_DRAFT_TOKENS_MAX = 16  # of a round
 TEMPERATURE_MAX = 2.0
@@ -14,7 +15,7 @@ STOP_TOKEN_IDS_MAX = 128
 LOGPROBS_MAX = 20
 LOGIT_BIAS_ENTRIES_MAX = 1024
 LOGIT_BIAS_MAX = 100.0
-MAX_TOKENS_DEFAULT = 16_384
+MAX_TOKENS_DEFAULT = 16_384  # of a request without `max_tokens`, if the context has the room
 DEADLINE_MS_DEFAULT = 600_000
 DEADLINE_MS_MAX = 3_600_000
 CHAT_MESSAGES_MAX = 4096

@@ -12,14 +12,14 @@ from outrider.speculation.sampling_params import Rule
 if TYPE_CHECKING:
     from outrider.interfaces.request import GenerateRequest
 
-from .prompts import PROMPTS_MAX, BenchPrompt, read_prompts, select_prompts
+from .prompts import MAX_TOKENS_MAX, PROMPTS_MAX, BenchPrompt, read_prompts, select_prompts
 
 RANDOM_MODELS = ("random-1b", "random-7b")
 """Names of models that `bench device` makes on the device, with random weights."""
 
 Concurrency = Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)]
 DraftTokens = Annotated[int, between(1, limits.NUM_DRAFT_TOKENS_MAX)]
-MaxTokens = Annotated[int, between(1, limits.MAX_TOKENS_DEFAULT)]
+MaxTokens = Annotated[int, between(1, MAX_TOKENS_MAX)]
 NumPrompts = Annotated[int | None, between(1, PROMPTS_MAX)]
 Temperature = Annotated[float, between(0, limits.TEMPERATURE_MAX)]
 

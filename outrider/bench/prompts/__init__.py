@@ -11,7 +11,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from outrider.errors import SettingError
-from outrider.limits import MAX_TOKENS_DEFAULT
 
 if TYPE_CHECKING:
     from outrider.models.tokenizer import TokenizerText
@@ -20,9 +19,10 @@ CATEGORIES = ("chat", "code", "math", "rewrite", "summary", "extract")
 """Categories of the built-in prompts. Prompts of the last three contain a text to work on."""
 UNCATEGORISED = "other"
 PROMPTS_MAX = 100_000
+MAX_TOKENS_MAX = 16_384  # of a prompt's completion
 _ALLOWED = (
     'each line must be a JSON object with "prompt", a text that is not empty, and optionally '
-    f'"category" and "max_tokens" (1 to {MAX_TOKENS_DEFAULT})'
+    f'"category" and "max_tokens" (1 to {MAX_TOKENS_MAX})'
 )
 
 
@@ -32,7 +32,7 @@ class BenchPrompt:
 
     text: Annotated[str, Field(alias="prompt", pattern=r"\S")]
     category: Annotated[str, Field(pattern=r"\S")] = UNCATEGORISED
-    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKENS_DEFAULT)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKENS_MAX)] = None
     """Maximum number of tokens of the answer in `bench serve`; None = `--max-tokens`."""
 
 
