@@ -53,7 +53,7 @@ def asking_head() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Demand:
-    """The resources that each actor of a replica needs."""
+    """What a replica needs: its actors' number, classes and library, and the resources of each."""
 
     role: str
     num_cpus: float
@@ -61,6 +61,7 @@ class Demand:
     num_ranks: int = 1
     resources: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
+    """The replica's name; empty in a role's demand."""
     classes: tuple[type, type] = (object, object)
     """The class of the actor of rank 0, and the class of the other ranks."""
     preload: str = ""
@@ -96,7 +97,7 @@ class Actor:
         self._handle = actor.remote(*arguments)
 
     async def locate(self, timeout_s: float) -> bool:
-        """Waits until the actor runs, and sets `place`. Returns False if the actor does not run
+        """Waits until the actor runs, and sets `location`. Returns False if the actor does not run
         after `timeout_s`. Raises `Unavailable` if the actor died."""
         try:
             self.location = await self.call("ping", timeout_s=timeout_s)

@@ -181,6 +181,9 @@ class Replica:
         )
 
     async def begin(self, config: object) -> None:
+        """Starts all ranks, and waits until the replica serves. The calls by name reach the classes
+        in `Demand.classes`: `start` is the method of the role's actor (`ReplicaHost` or
+        `CoordinatorActor`) on rank 0, and of `RankHost` on the other ranks."""
         log_directory, timeout_s = self.spec.log_directory, self.spec.config.model_timeout_s
         leader, *followers = self.ranks
         starts = [leader.call("start", config, log_directory, timeout_s=timeout_s)]

@@ -145,6 +145,7 @@ class FleetSpec:
             )
         same_node = len({node for role, node in placed if role != "coordinator"}) <= 1
         num_cores = available_cores() if self.local else 0
+        # This counts the replicas of the start. `outrider scale` does not change the decision.
         apart = are_apart(config, same_node=same_node, num_cores=num_cores)
         look_ahead, drafter = self.given.coordinator.look_ahead, config.draft.drafter
         if look_ahead is None:
@@ -232,8 +233,9 @@ def _preload(service: Any) -> str:
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
     """Whether target and draft have separate cores or devices. `config` is `FleetSpec.config`.
-    `same_node` says whether both are on one machine, with `num_cores` cores (0 = unknown). Without
-    draft replicas, each coordinator counts as a draft with one core."""
+    `same_node` says whether both are on one machine, with `num_cores` cores (0 = unknown). Counts
+    the replicas of `config`, not the wanted numbers. Without draft replicas, each coordinator
+    counts as a draft with one core."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True

@@ -171,7 +171,8 @@ class Membership:
 
 @dataclass(frozen=True)
 class Engagement:
-    """What a running replica reports to a new reconciler (the actor that manages replicas)."""
+    """What a running replica reports to the reconciler (the actor that manages replicas): after its
+    start, and again to a reconciler that takes it over."""
 
     address: str = ""
     """HOST:PORT of the replica's gRPC server; empty until the replica serves."""

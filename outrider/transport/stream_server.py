@@ -35,9 +35,10 @@ class ReplicaServicer:
     async def stream(
         self, frames: AsyncIterator[Any], context: Any = None
     ) -> AsyncGenerator[bytes]:
-        """Takes frames of items and yields frames of answers, until the caller ends the stream.
-        Raises errors of `frames`, and `Overloaded` if too many answers wait because the caller does
-        not read. If a pending write delays the error by `STUCK_WRITE_MS`, cancels this task."""
+        """Takes parsed requests (frames of items), and yields serialized replies (frames of
+        answers), until the caller ends the stream. Raises errors of `frames`, and `Overloaded` if
+        too many answers wait because the caller does not read. If a pending write delays the error
+        by `STUCK_WRITE_MS`, cancels this task."""
         stream = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -103,6 +104,7 @@ class _Stream:
         """For each session, the last head that had sampling parameters, not only their hash."""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
+        """Passes the items of parsed requests to the service, until `frames` ends."""
         async for frame in frames:
             decoded = map(self._decode, frame.items)
             if items := [item for item in decoded if item is not None]:
