@@ -12,7 +12,7 @@ from outrider.replica.host import ReplicaHost
 
 if TYPE_CHECKING:
     from outrider.interfaces.step_costs import StepCosts
-    from outrider.replica.executors import ThreadExecutor
+    from outrider.replica.drivers import ThreadDriver
 
     from .service import DraftService
 
@@ -21,7 +21,7 @@ class DraftActor(ReplicaHost):
     """The process of a draft replica."""
 
     def build(
-        self, config: DraftConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
+        self, config: DraftConfig, driver: ThreadDriver, engine: Any, costs: StepCosts | None
     ) -> DraftService:
         from .feature_drafter import FeatureDrafter, HeadEngine
         from .model_drafter import ModelDrafter, ParallelDrafter, parallel_token
@@ -34,7 +34,7 @@ class DraftActor(ReplicaHost):
                 engine = HeadEngine(
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
-                executor.call(lambda: try_device_kernels(None, head))
+                driver.call(lambda: try_device_kernels(None, head))
                 # `costs` is None: no `StepCosts` describe a head, whose pass over committed tokens
                 # runs attention only for the last token.
                 drafter = FeatureDrafter(head, engine)
@@ -44,7 +44,7 @@ class DraftActor(ReplicaHost):
                 drafter = ModelDrafter(engine)
         return DraftService(
             drafter,
-            executor,
+            driver,
             costs=costs,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=batched_tokens(config),

@@ -30,8 +30,8 @@ from outrider.foundation.tokens import EMPTY_DIGEST, digest_after
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.interfaces.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
+from outrider.replica.admission import draft_request
 from outrider.replica.step_request import Answers, refusal
-from outrider.replica.worker import draft_request
 from outrider.speculation.draft_sampling import LikelyTokens, likely_tokens
 from outrider.speculation.logits_processing import allowed_by_min_tokens, joined_rows
 from outrider.speculation.outcome_prediction import (
@@ -119,7 +119,7 @@ class RoundAhead:
 
 
 class LookAhead:
-    """The newest rounds of a draft replica's sessions. For use by the executor's thread only."""
+    """The newest rounds of a draft replica's sessions. For use by the thread of the steps only."""
 
     def __init__(self, drafter: ModelDrafter, max_num_seqs: int) -> None:
         self._engine = drafter.engine

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,23 +16,32 @@ from outrider.grammar.compiler import Grammars
 from outrider.interfaces.messages import DraftItem, ProposalReply
 from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import BATCHED_TOKENS_DEFAULT
-from outrider.replica.executors import StepExecutor
+from outrider.replica.admission import Admission, Admitted, SlotDemand, Work, draft_request
+from outrider.replica.drivers import StepDriver
 from outrider.replica.service import SteppedService, describe_model
-from outrider.replica.step_request import Answers, AnswerSender, StepRequest, Unfinished, undrawn
+from outrider.replica.step_loop import StepLoop, Worker
+from outrider.replica.step_request import (
+    Answers,
+    AnswerSender,
+    StepAnswer,
+    StepRequest,
+    Unfinished,
+    undrawn,
+)
+from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget
-from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 
 logger = logging.getLogger(__name__)
 
 
-class DraftService(SteppedService):
+class DraftService(SteppedService[DraftItem]):
     """Answers draft items with proposals of one drafter."""
 
     def __init__(
         self,
         drafter: ModelDrafter,
-        executor: StepExecutor,
+        driver: StepDriver,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
@@ -49,9 +58,10 @@ class DraftService(SteppedService):
             describe_model(drafter.engine.info, max_num_seqs, described_costs),
             reads_features=drafter.reads_features,
         )
-        super().__init__(self._proposer, executor, description)
+        steps = StepLoop(self._proposer, max_num_seqs)
+        super().__init__(steps, driver, description, grammars)
 
-    def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest:
+    def _work(self, item: DraftItem, sender: AnswerSender) -> StepRequest[DraftItem]:
         """Starts the time limit of an item's draft. If the time ends before a token is drawn, a
         timer tells the coordinator. With look-ahead there is no timer, and only steps check the
         limit, because the round's tokens may already be drawn."""
@@ -61,12 +71,11 @@ class DraftService(SteppedService):
         )
         item = replace(item, deadline=deadline)
         work = super()._work(item, sender)
-        work.follow = _next_item
         if not self._proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
             work.timer = loop.call_at(deadline.ends_at, self._report_undrawn, work, deadline)
         return work
 
-    def _report_undrawn(self, work: StepRequest, deadline: DraftDeadline) -> None:
+    def _report_undrawn(self, work: StepRequest[DraftItem], deadline: DraftDeadline) -> None:
         """If no token is drawn yet, reports this to the coordinator, and prevents draws. The item's
         prefix still runs. Then an empty proposal reports how many tokens the replica holds."""
         if deadline.close_undrawn():
@@ -74,15 +83,7 @@ class DraftService(SteppedService):
             work.sender.send([undrawn(work.key)])
 
 
-def _next_item(item: DraftItem, answer: Any, _: float) -> DraftItem | None:
-    """See `StepRequest.follow`. Returns the item if it continues, it has no answers to send, and no
-    caller waits for its next answer. Otherwise returns None."""
-    calm = isinstance(answer, Answers) and not answer.answers and not answer.waited_for
-    return item if calm and answer.more else None
-
-
-class _Drafting(Work):
-    item: DraftItem
+class _Drafting(Work[DraftItem]):
     draft: AutoregressiveDraft
     num_held: int  # how many of the session's tokens the engine held before the item's first step
     is_whole: bool  # whether the step runs all missing tokens of the prefix, and may propose
@@ -107,7 +108,7 @@ class _Drafting(Work):
         return SlotDemand(item.head, num_extra, num_rows, takes_idle=item.must_be_whole)
 
 
-class Proposer(StepWorker):
+class Proposer(Worker[DraftItem, _Drafting]):
     """Drafts for the items of a step. A session without pages gets an empty proposal. The output
     stays exact, because the lack of pages does not depend on the values of tokens. But it may
     depend on the tokens of a session with the same seed. So an item that must be whole waits for
@@ -117,24 +118,35 @@ class Proposer(StepWorker):
         self, drafter: ModelDrafter, budget: TokenBudget, grammars: Grammars | None = None
     ) -> None:
         """Without `grammars`, drafts ignore constraints. The target then rejects more tokens."""
-        super().__init__(drafter.engine, budget, grammars)
+        self._engine, self._budget = drafter.engine, budget
         self._drafter = drafter
         self._look_ahead = LookAhead(drafter, budget.max_steps)
         self._unfinished: dict[str, _Drafting] = {}  # by session; a later step continues them
+        self._admission = Admission(
+            drafter.engine, budget, grammars, self._look_ahead.drop_drafts, self._forget
+        )
+        self.figures = self._admission.figures
 
     def looks_ahead(self, item: DraftItem) -> bool:
         """Whether the draft looks ahead for the item's session. Any thread may call this."""
         wants = item.look_ahead > 0 and item.head.constraint is None
         return wants and self._drafter.looks_ahead
 
-    def step(self, items: Sequence[DraftItem]) -> list[Any]:
-        """Like `StepWorker.step`. If look-ahead already knows the answer to an item, runs no pass
-        of look-ahead, because it would delay the answer."""
+    def prepare(self, items: Sequence[DraftItem]) -> list[_Drafting]:
         works = [self._work(item) for item in items]
+        self._begin([work for work in works if not self._look_ahead.works_on(work.item)])
+        return works
+
+    def run(self, prepared: Sequence[_Drafting]) -> list[StepAnswer]:
+        """If look-ahead already knows the answer to an item, runs no pass of look-ahead, because it
+        would delay the answer."""
         ahead = self._look_ahead
-        self._begin([work for work in works if not ahead.works_on(work.item)])
-        active = [work for work in works if ahead.works_on(work.item)]
-        if any(work.answer and work.answer.answers for work in active):
+        active = [work for work in prepared if ahead.works_on(work.item)]
+        waiting = [work for work in prepared if not ahead.works_on(work.item)]
+        admitted = [work for work in waiting if work.answer is None]
+        for works, drafts in self._admission.passes(admitted, self._pass, self._undo):
+            self._finish(works, drafts)
+        if any(isinstance(work.answer, Answers) and work.answer.answers for work in active):
             self._budget.drop_step()
             for work in active:
                 work.answer = work.answer or ahead.progress(work.item)
@@ -142,8 +154,17 @@ class Proposer(StepWorker):
             results = ahead.advance([work.item for work in active])
             for work, answers in zip(active, results, strict=True):
                 work.answer = answers
-        self._note_figures()
-        return [work.answer for work in works]
+        self._admission.note_pages()
+        return [work.result for work in prepared]
+
+    def leave(self, session_ids: Mapping[str, bool]) -> None:
+        self._admission.leave(session_ids)
+
+    def note_seconds(self, seconds: float) -> None:
+        self._budget.note_seconds(seconds)
+
+    def expected(self) -> ExpectedStep:
+        return self._budget.expected
 
     def _work(self, item: DraftItem) -> _Drafting:
         name = item.head.session_id
@@ -159,25 +180,21 @@ class Proposer(StepWorker):
 
     def _begin(self, works: Sequence[_Drafting]) -> None:
         new = [work for work in works if not hasattr(work, "draft")]
-        self._admit(new, len(works) - len(new))
+        self._admission.admit(new, lambda work: None, self._prepare, len(works) - len(new))
         for work in new:
             if work.answer is Unfinished.WAITS and not self._waits_for_pages(work):
                 held = self._engine.length(work.head.session_id)
                 length = work.head.committed_length
                 work.answer = ProposalReply(work.head.key, EMPTY_ENCODED_PROPOSAL, length, held)
-        self._run([work for work in works if work.answer is None])
 
     def _waits_for_pages(self, work: _Drafting) -> bool:
         """Whether an item keeps waiting for pages, of which the replica has enough altogether."""
         length = work.head.committed_length + work.demand.num_extra
-        return work.item.must_be_whole and length <= self._num_slots
+        return work.item.must_be_whole and length <= self._admission.num_slots
 
     def _forget(self, session_id: str) -> None:
         self._unfinished.pop(session_id, None)
         self._look_ahead.forget(session_id)
-
-    def _free_unneeded_pages(self) -> None:
-        self._look_ahead.drop_drafts()
 
     def _prepare(self, work: _Drafting, admitted: Admitted) -> None:
         item, aligned, is_whole = work.item, admitted.aligned, admitted.is_whole
@@ -196,7 +213,7 @@ class Proposer(StepWorker):
             if item.held is None:
                 options["num_draft_tokens"] = item.num_draft_tokens
             try:
-                options["allowed"] = self._allowed(work.head, aligned)
+                options["allowed"] = self._admission.allowed(work.head, aligned)
             except Incompatible as error:
                 logger.debug("a draft ignores its session's constraint: %s", error)
         work.is_whole, work.num_held = is_whole, len(aligned.sequence)
@@ -228,7 +245,7 @@ class Proposer(StepWorker):
     def _finish(self, works: Sequence[_Drafting], drafts: Sequence[AutoregressiveDraft]) -> None:
         for work, draft in zip(works, drafts, strict=True):
             if draft.error is not None:
-                self._fail(work, draft.error)
+                self._admission.fail(work, draft.error)
             elif draft.is_lost:
                 work.answer = Unfinished.CONTINUES  # The next step begins a new draft.
             elif draft.is_whole:

@@ -12,7 +12,7 @@ from outrider.replica.host import ReplicaHost
 if TYPE_CHECKING:
     from outrider.interfaces.engine import Engine
     from outrider.interfaces.step_costs import StepCosts
-    from outrider.replica.executors import ThreadExecutor
+    from outrider.replica.drivers import ThreadDriver
 
     from .service import TargetService
     from .verifier import SelfDrafter
@@ -22,13 +22,13 @@ class TargetActor(ReplicaHost):
     """The process of a target replica."""
 
     def build(
-        self, config: TargetConfig, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
+        self, config: TargetConfig, driver: ThreadDriver, engine: Any, costs: StepCosts | None
     ) -> TargetService:
         from .service import TargetService
 
         return TargetService(
             engine,
-            executor,
+            driver,
             max_num_seqs=config.max_num_seqs,
             costs=costs,
             max_num_batched_tokens=batched_tokens(config),

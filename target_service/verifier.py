@@ -9,7 +9,7 @@ compute the verdict, on the device of the logits        `Refused`
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,13 +24,15 @@ from outrider.foundation.tokens import extend_digest
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import AllowedTokens, TokenMask
 from outrider.interfaces.engine import DraftingEngine, Engine, FeatureKeeper, SequenceStep
-from outrider.interfaces.messages import PositionLogprobs, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.interfaces.messages import PositionLogprobs, VerdictReply, VerifyItem
 from outrider.kernels.threads import on_threads
 from outrider.limits import FEATURES_STEP_BYTES_MAX
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.replica.step_request import Unfinished
+from outrider.replica.admission import Admission, Admitted, SlotDemand, Work, draft_request
+from outrider.replica.step_loop import Worker
+from outrider.replica.step_request import StepAnswer, Unfinished
+from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget
-from outrider.replica.worker import Admitted, SlotDemand, StepWorker, Work, draft_request
 from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_before
 from outrider.speculation.audit import audit
 from outrider.speculation.logits_processing import (
@@ -55,8 +57,7 @@ More rows are no faster, and take more memory. On a GPU, 256 rows of 128,000 tok
 and up to twice this if the rows of several sessions are copied into one tensor."""
 
 
-class _Round(Work):
-    item: VerifyItem
+class _Round(Work[VerifyItem]):
     proposal: Proposal
     step: SequenceStep  # asks for 0 logits if the step runs only a part of the prefix
     verify_input: VerifyInput
@@ -169,10 +170,8 @@ class SelfDrafter:
         self._sampler.draw(drafts, torch.split(self._head.logits(hidden), 1))
 
 
-class Verifier(StepWorker):
+class Verifier(Worker[VerifyItem, _Round]):
     """Runs the steps of a target. See `TargetService` for the parameters."""
-
-    _engine: Engine
 
     def __init__(
         self,
@@ -182,20 +181,36 @@ class Verifier(StepWorker):
         clock: Callable[[], float],
         grammars: Grammars | None,
     ) -> None:
-        super().__init__(engine, budget, grammars)
+        self._engine, self._budget = engine, budget
+        self._admission = Admission(engine, budget, grammars)
+        self.figures = self._admission.figures
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.keeper: FeatureKeeper | None = None  # the engine, if it keeps features for drafts
         if isinstance(engine, FeatureKeeper) and engine.feature_width:
             self.keeper = engine
         self._self_drafter = self_drafter
 
-    def step(self, items: Sequence[VerifyItem]) -> list[VerifyAnswer | Unfinished]:
+    def prepare(self, items: Sequence[VerifyItem]) -> list[_Round]:
         rounds = [_Round(item) for item in items]
-        self._admit(rounds)
+        self._admission.admit(rounds, self._validate, self._prepare)
+        return rounds
+
+    def run(self, prepared: Sequence[_Round]) -> list[StepAnswer]:
+        admitted = [work for work in prepared if work.answer is None]
         with torch.inference_mode():
-            self._run([work for work in rounds if work.answer is None])
-        self._note_figures()
-        return [work.answer for work in rounds]
+            for rounds, logits in self._admission.passes(admitted, self._pass):
+                self._finish(rounds, logits)
+        self._admission.note_pages()
+        return [work.result for work in prepared]
+
+    def leave(self, session_ids: Mapping[str, bool]) -> None:
+        self._admission.leave(session_ids)
+
+    def note_seconds(self, seconds: float) -> None:
+        self._budget.note_seconds(seconds)
+
+    def expected(self) -> ExpectedStep:
+        return self._budget.expected
 
     def _validate(self, work: _Round) -> None:
         info, item, head = self._engine.info, work.item, work.head
@@ -227,7 +242,7 @@ class Verifier(StepWorker):
         if not admitted.is_whole:
             work.step = SequenceStep(head.session_id, new_tokens[: admitted.num_granted], 0)
             return
-        work.allowed = self._allowed(head, aligned)
+        work.allowed = self._admission.allowed(head, aligned)
         vocab_size = self._engine.info.vocab_size
         drafted = tuple(v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids)
         work.step = SequenceStep(head.session_id, (*new_tokens, *drafted), len(drafted) + 1)
@@ -255,14 +270,14 @@ class Verifier(StepWorker):
             try:
                 work.ask(rows)
             except OutriderError as error:
-                self._fail(work, error)
+                self._admission.fail(work, error)
         judged = [work for work in rounds if work.answer is None]
         verdicts = _verdicts([work.verify_input for work in judged])
         for work, verdict in zip(judged, verdicts, strict=True):
             try:
                 work.answer = self._reply(work, verdict)
             except OutriderError as error:
-                self._fail(work, error)
+                self._admission.fail(work, error)
 
     def _reply(self, work: _Round, verdict: Verdict | OutriderError) -> VerdictReply:
         if isinstance(verdict, OutriderError):
@@ -298,26 +313,28 @@ class Verifier(StepWorker):
         ends = np.cumsum([end - first for _, first, end in wanting])[:-1]
         parts = np.split(kept.view(torch.uint8).numpy(), ends)
         for (work, first, _), rows in zip(wanting, parts, strict=True):
-            work.answer = replace(work.answer, features=Features(first, width, rows.tobytes()))
+            if isinstance(work.answer, VerdictReply):
+                features = Features(first, width, rows.tobytes())
+                work.answer = replace(work.answer, features=features)
 
     def _add_proposals(self, rounds: Sequence[_Round], drafter: SelfDrafter) -> None:
         """Adds the next proposal to verdicts whose items ask for it. If drafting fails, these
         verdicts are sent without proposals."""
-        wanting: list[_Round] = []
+        wanting: list[tuple[_Round, VerdictReply]] = []
         requests: list[DraftRequest] = []
         features: list[Tensor] = []
         try:
             for work, rows in zip(rounds, drafter.engine.features(), strict=True):
-                is_answered = isinstance(work.answer, VerdictReply)
-                if not (is_answered and work.item.num_next_draft_tokens):
+                answer = work.answer
+                if not (isinstance(answer, VerdictReply) and work.item.num_next_draft_tokens):
                     continue
-                outcome = work.outcome(work.answer.verdict)
+                outcome = work.outcome(answer.verdict)
                 request = self._next_request(work, outcome)
                 if request is None:
                     continue
                 held = self._engine.keep(request.session_id, request.noise.committed_length - 1)
-                work.answer = replace(work.answer, cached_length=held)
-                wanting.append(work)
+                work.answer = answer = replace(answer, cached_length=held)
+                wanting.append((work, answer))
                 requests.append(request)
                 features.append(rows[outcome.num_accepted])
             if not requests:
@@ -328,9 +345,9 @@ class Verifier(StepWorker):
         except Exception:
             logger.exception("%d verdicts are sent without proposals", len(requests))
             return
-        for work, request, proposal in zip(wanting, requests, proposals, strict=True):
+        for (work, answer), request, proposal in zip(wanting, requests, proposals, strict=True):
             work.answer = replace(
-                work.answer,
+                answer,
                 next_proposal=EncodedProposal.of(proposal),
                 next_base_length=request.noise.committed_length,
                 next_draft_ms=draft_ms,
@@ -341,7 +358,7 @@ class Verifier(StepWorker):
     def _next_request(self, work: _Round, outcome: Outcome) -> DraftRequest | None:
         item, history = work.item, work.history
         length = work.head.committed_length + len(outcome.token_ids)
-        room = min(self._engine.info.max_model_len, self._num_slots) - length
+        room = min(self._engine.info.max_model_len, self._admission.num_slots) - length
         if room <= 0:
             return None
         token_ids = outcome.token_ids[-1:]

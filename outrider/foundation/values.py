@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["value"]
+__all__ = ["replaced", "value"]
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as value
@@ -15,3 +19,18 @@ else:
         """Like `dataclass`, but only the type checker enforces `frozen`. If Python enforced
         `frozen`, `__init__` of 16 fields would take 1.7 us instead of 0.3 us."""
         return dataclass(slots=slots, unsafe_hash=frozen)
+
+
+def replaced(given: T, **changes: object) -> T:
+    """Like `dataclasses.replace`, for classes that are made by `value` and have no `__post_init__`.
+    With 17 fields, it takes 1 us instead of 2.4 us."""
+    kind: Any = type(given)
+    made: T = kind(*_reader(kind)(given))
+    for name, new in changes.items():
+        setattr(made, name, new)
+    return made
+
+
+@cache
+def _reader(kind: Any) -> attrgetter[tuple[Any, ...]]:
+    return attrgetter(*(one.name for one in fields(kind)))

@@ -251,6 +251,7 @@ class Refused:
 RoundItem = VerifyItem | DraftItem
 VerifyAnswer = VerdictReply | Resync | Refused
 DraftAnswer = ProposalReply | Resync | Refused
+RoundAnswer = VerifyAnswer | DraftAnswer
 
 
 @dataclass(frozen=True, slots=True)

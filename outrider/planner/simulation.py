@@ -40,8 +40,8 @@ from outrider.interfaces.request import RoundReport, Tokens
 from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import DEADLINE_MS_MAX, PAGE_SIZE, REPLICAS_MAX
 from outrider.registry.registry import Role
+from outrider.replica.drivers import InlineDriver
 from outrider.replica.engines import batched_tokens
-from outrider.replica.executors import InlineExecutor
 from outrider.sessions.store import Append, Finish, SessionRecord, StoreMemory, not_found
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.link import MemoryLink
@@ -198,7 +198,7 @@ class _Replica(EmulatedEngine):
         service: Any = TargetService if role == "target" else DraftService
         self.service = service(
             self if role == "target" else ModelDrafter(self),
-            InlineExecutor(partial(take_stated_seconds, self)),
+            InlineDriver(partial(take_stated_seconds, self)),
             max_num_seqs=scenario.pair.seats(role),
             costs=self.costs,
             max_num_batched_tokens=batched_tokens(scenario.config.target),

@@ -25,18 +25,21 @@ from outrider.transport import addresses
 if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
     from outrider.interfaces.engine import Engine
+    from outrider.interfaces.messages import DraftItem, VerifyItem
     from outrider.interfaces.step_costs import StepCosts
     from outrider.registry.redis_registry import Lease
-    from outrider.replica.executors import ThreadExecutor
+    from outrider.replica.drivers import ThreadDriver
     from outrider.replica.service import SteppedService
     from outrider.transport.server import RpcServer
+
+    Service = SteppedService[VerifyItem] | SteppedService[DraftItem]
 
 
 class ReplicaHost(ray_actor.RayActor):
     """Base class of the actors. A subclass overrides `build`."""
 
     def __init__(self) -> None:
-        self._service: SteppedService | None = None
+        self._service: Service | None = None
         self._server: RpcServer | None = None
         self._announcer: Lease | None = None
         self._engagement = Engagement()
@@ -83,33 +86,33 @@ class ReplicaHost(ray_actor.RayActor):
         skip_what_exists()
         return address
 
-    def _build(self, engine: Engine | None, config: ReplicaConfig) -> SteppedService:
+    def _build(self, engine: Engine | None, config: ReplicaConfig) -> Service:
         from outrider.interfaces.engine import take_stated_seconds
         from outrider.kernels.threads import start_workers
         from outrider.models.loading import resolve_device, use_device
-        from outrider.replica.executors import ThreadExecutor
+        from outrider.replica.drivers import ThreadDriver
 
         is_emulated = config.emulated is not None
         is_eager = resolve_device(config.device).type == "cpu"
         is_eager = is_eager and not engines.runs_on_vllm(config)
-        executor = ThreadExecutor(
+        driver = ThreadDriver(
             f"{config.role}-step",
             lambda: 0.0 if engine is None else take_stated_seconds(engine),
             is_timed=is_emulated,
             may_compile=not (is_emulated or is_eager),
         )
-        executor.call(lambda: use_device(device=config.device))
-        executor.call(start_workers)
+        driver.call(lambda: use_device(device=config.device))
+        driver.call(start_workers)
         costs = None
         if engine is not None:
             layer = getattr(engine, "draft_layer", None)
-            executor.call(lambda: engines.try_device_kernels(engine, layer))
-            costs = executor.call(lambda: engines.step_costs(engine, config))
-        return self.build(config, executor, engine, costs)
+            driver.call(lambda: engines.try_device_kernels(engine, layer))
+            costs = driver.call(lambda: engines.step_costs(engine, config))
+        return self.build(config, driver, engine, costs)
 
     def build(
-        self, config: Any, executor: ThreadExecutor, engine: Any, costs: StepCosts | None
-    ) -> SteppedService:
+        self, config: Any, driver: ThreadDriver, engine: Any, costs: StepCosts | None
+    ) -> Service:
         """Builds the service. Blocks. `engine` is None for a replica with a head and no model."""
         raise NotImplementedError
 
@@ -138,7 +141,7 @@ class ReplicaHost(ray_actor.RayActor):
             self._stopping = asyncio.create_task(self._open.aclose())
         await asyncio.shield(self._stopping)
 
-    async def serve(self, service: SteppedService, config: ReplicaConfig) -> str:
+    async def serve(self, service: Service, config: ReplicaConfig) -> str:
         """Serves `service` and announces it. Returns the address that coordinators call. Raises
         `ConfigError` if the server cannot listen, and `StoreUnavailable` if the registry does not
         answer."""
@@ -174,7 +177,7 @@ class ReplicaHost(ray_actor.RayActor):
         )
         return address
 
-    async def _announce(self, service: SteppedService, address: str, config: ReplicaConfig) -> None:
+    async def _announce(self, service: Service, address: str, config: ReplicaConfig) -> None:
         member = config.membership
         if member is None:
             return
@@ -211,7 +214,7 @@ class ReplicaHost(ray_actor.RayActor):
         if self._announcer is not None:
             self._announcer.announce_now()
 
-    async def _follow_health(self, service: SteppedService, server: RpcServer) -> None:
+    async def _follow_health(self, service: Service, server: RpcServer) -> None:
         while service.lost is None:
             await service.health_changed.wait()
             service.health_changed.clear()

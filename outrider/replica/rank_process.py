@@ -161,7 +161,7 @@ class RankHost(RayActor):
         from outrider.engine.tensor_parallel.parallel_engine import follow
         from outrider.kernels.threads import start_workers
         from outrider.models.loading import resolve_device, use_device
-        from outrider.replica.executors import with_frame_room
+        from outrider.replica.drivers import with_frame_room
 
         def run() -> None:
             use_device(device=str(resolve_device(device, rank)))

@@ -1,62 +1,55 @@
 """The base of the services of drafts and targets. Coordinators send *items*, each for one round of
-a session. Items that arrive during a *step* (a call of the worker) share the next step, so batches
-grow with load.
+a session. Items that arrive during a *step* share the next step, so batches grow with load.
 
-    event loop                                          executor (a thread, or inline)
-    accept items, form batches, send answers            run steps, forget sessions, free pages
+    event loop (`SteppedService`)          driver, usually a thread (`StepLoop`)
+    receives, decodes and refuses items    takes messages, admits items
+        messages ->                        runs a step, forms the sessions' next requests
+    sends answers                          <- outcomes
 
-Only code on the executor touches the worker's state."""
+Neither waits for the other. Only the driver touches the state of the `StepLoop`, and only the event
+loop ends requests. If a step hangs, the event loop refuses its requests."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Generic
 
 from outrider import limits
-from outrider.errors import (
-    DeadlineExceeded,
-    EngineLost,
-    OutriderError,
-    Overloaded,
-    StaleEpoch,
-    Unavailable,
-    check,
-)
+from outrider.errors import EngineLost, OutriderError, Overloaded, StaleEpoch, Unavailable
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.decayed_average import DecayedSums
-from outrider.foundation.logs import about
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo
-from outrider.interfaces.messages import (
-    ProposalReply,
-    Refused,
-    ReplicaDescription,
-    RoundHead,
-    VerdictReply,
-)
+from outrider.interfaces.messages import Refused, ReplicaDescription, RoundAnswer, RoundHead
 from outrider.interfaces.step_costs import StepCosts
 from outrider.registry.registry import WINDOW_S, Figures
-from outrider.replica.batching_delay import BatchingDelay
-from outrider.replica.executors import StepExecutor
+from outrider.replica.drivers import StepDriver
+from outrider.replica.step_loop import (
+    Arrival,
+    Eviction,
+    Message,
+    Outcome,
+    Prepared,
+    Progress,
+    Release,
+    StepLoop,
+    Withdrawal,
+)
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     AnswerSender,
-    RequestQueue,
+    Item,
     StepFigures,
     StepRequest,
-    Unfinished,
     refusal,
 )
 from outrider.replica.step_watch import StepWatch
-from outrider.replica.worker import StepWorker
 from outrider.transport.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
@@ -65,70 +58,57 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class _Step(NamedTuple):
-    start: float
-    items: Sequence[Any]
-    answers: Sequence[Any]
+class SteppedService(ReplicaService, Generic[Item]):
+    """Serves any number of connections with one `StepLoop`, which runs items in batches of distinct
+    sessions. If a step has several answers for a connection, sends them in one call. All methods
+    must be called on the event loop's thread.
 
-
-STARVED_REST_S = 0.1
-"""If a step finds no pages of keys and values for any item, the next step begins at most this much
-later. By then, pages of expired or silent sessions may be free."""
-
-
-class SteppedService(ReplicaService):
-    """Serves any number of connections with one worker. Runs items in batches of distinct sessions.
-    Tenants take turns, each with its oldest items. If a step has several answers for a connection,
-    sends them in one call. All methods must be called on the event loop's thread.
-
-    A role that does more than queue items overrides `submit` and `_forget`."""
+    A request is open from its arrival until its end. Only this class ends requests: progress of a
+    request that is no longer open is dropped."""
 
     def __init__(
         self,
-        worker: StepWorker,
-        executor: StepExecutor,
+        steps: StepLoop[Item, Prepared],
+        driver: StepDriver,
         description: ReplicaDescription,
-        seconds: Callable[[int, int], float] = lambda rows, sessions: 0.0,
+        grammars: Grammars | None = None,
     ) -> None:
-        """At most `description.max_num_seqs` sessions share a step. `seconds(rows, sessions)` is
-        the expected duration of a step with this number of tokens and sessions. If it is above 0,
-        the step may wait for sessions whose next items are expected soon. An item with a new
-        constraint waits until its grammar is compiled, so that no step compiles a grammar."""
-        self._worker = worker
-        self._executor = executor
-        self._description = description
-        self._delay = BatchingDelay(seconds, description.max_num_seqs)
+        """An item with a new constraint waits until `grammars` have compiled it, so that no step
+        compiles a grammar. Without `grammars`, constraints are not compiled."""
+        self._driver, self._description, self._grammars = driver, description, grammars
+        self._begin = partial(driver.start, steps, self._hear, self._steps_ended)
+        self._queue, self._worker = steps.queue, steps.worker
+        self._send: Callable[[Message[Item]], None] | None = None  # None before the first message
+        self._num_sent = 0
         self._observer: ObservedSteps | None = None
         self.num_items = 0
-        num_max = limits.SEQUENCES_PER_REPLICA_MAX
-        self.sessions: BoundedDict[str, tuple[AnswerSender, float]] = BoundedDict(num_max)
+        self.sessions: BoundedDict[str, tuple[AnswerSender, float]] = BoundedDict(
+            limits.SEQUENCES_PER_REPLICA_MAX
+        )
         """For each session, the connection of its last item, and the time of its last item or
         answer. Sessions with the oldest times come first."""
+        self._open: dict[str, dict[StepRequest[Item], None]] = {}
+        """The open requests of each session, the oldest first."""
+        self._num_open = 0
         self._filter = StaleRoundFilter()
-        self._grammars = worker.grammars
         self._compiling: set[asyncio.Task[None]] = set()
-        self._queue = RequestQueue(description.max_num_seqs)
         self._load: StepLoad | None = None
-        self._leaving: BoundedDict[str, bool] = BoundedDict(num_max)
-        """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
-        step. Beyond `num_max`, drops the oldest entry. This session's pages are freed on demand."""
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._closing = False
         self.lost: EngineLost | None = None  # why no more steps can run; None while steps can run
         self._late: Unavailable | None = None  # why items are refused; None unless a step is late
-        self._running: Sequence[StepRequest] = ()
-        """Requests of the running step; empty once the step is late."""
         self._watch = StepWatch(
-            worker.expected, executor.may_compile, self._on_late_step, self._on_hung_step
+            steps.worker.expected,
+            lambda: driver.running_since,
+            driver.may_compile,
+            self._on_late_step,
+            self._on_hung_step,
         )
         self._crashes = 0
         self.health_changed = asyncio.Event()  # set when `healthy` or `lost` may change
-        self._num_starved = 0  # value of the worker's `figures.num_starved` after the last step
-        self._idle = asyncio.Event()
+        self._idle, self._ended = asyncio.Event(), asyncio.Event()
         self._idle.set()
 
-    def connect(self, send: Callable[[Sequence[Any]], None]) -> Connection:
+    def connect(self, send: Callable[[Sequence[RoundAnswer]], None]) -> Connection:
         return _Connection(self, send)
 
     @property
@@ -166,7 +146,7 @@ class SteppedService(ReplicaService):
         self._observer = observer
         observer.watch(lambda: len(self._queue.waiting), lambda: self._worker.figures)
 
-    def take(self, item: Any, sender: AnswerSender) -> None:
+    def take(self, item: Item, sender: AnswerSender) -> None:
         """Accepts an item, or refuses it if its round is over. Never waits."""
         self.num_items += 1
         work = self._work(item, sender)
@@ -183,7 +163,11 @@ class SteppedService(ReplicaService):
             self._compiling.add(task)
             task.add_done_callback(self._compiling.discard)
 
-    def _is_stale(self, work: StepRequest) -> bool:
+    def _work(self, item: Item, sender: AnswerSender) -> StepRequest[Item]:
+        now, left_ms = _now(), item.head.deadline_ms
+        return StepRequest(item, sender, now, now + left_ms / 1e3 if left_ms else math.inf)
+
+    def _is_stale(self, work: StepRequest[Item]) -> bool:
         """Whether a request's round is over. If it is, refuses the request. Otherwise notes the
         round as the newest of its session."""
         stale = self._filter.admit(work.item.head)
@@ -193,7 +177,9 @@ class SteppedService(ReplicaService):
             self._end(work, stale)
         return stale is not None
 
-    async def _compile(self, grammars: Grammars, constraint: Constraint, work: StepRequest) -> None:
+    async def _compile(
+        self, grammars: Grammars, constraint: Constraint, work: StepRequest[Item]
+    ) -> None:
         """Submits a request after its constraint is compiled, unless its round is over by then. If
         the constraint is invalid, the request has the error in place of the grammar."""
         compiled: Grammar | OutriderError
@@ -212,32 +198,34 @@ class SteppedService(ReplicaService):
         if not self._is_stale(work):
             self.submit(work.compiled(compiled))
 
-    def submit(self, work: StepRequest) -> None:
-        """Queues a request. Refuses it if the queue is full, if a step is late, or if no more steps
-        can run."""
+    def submit(self, work: StepRequest[Item]) -> None:
+        """Opens a request. Refuses it if too many requests wait, if a step is late, or if no more
+        steps can run."""
         if self._over or self._late is not None:
             reason = self.lost or self._late or Unavailable("this replica is stopping")
             self._refuse(work, reason)
-            return
-        try:
-            self._queue.add(work)
-        except Overloaded as error:
-            self._refuse(work, error)
-            return
-        self._delay.arrived(work.session_id, _now())
-        self._start()
+        elif self._is_full():
+            most = limits.STREAM_QUEUE_ITEMS_MAX
+            self._refuse(work, Overloaded(f"{most} items wait for a step of this replica", 100))
+        else:
+            self._note_open(work)
+            self._post(Arrival(work))
+
+    def _is_full(self) -> bool:
+        most = limits.STREAM_QUEUE_ITEMS_MAX
+        if self._num_open < most:
+            return False
+        return sum(not work.answered for works in self._open.values() for work in works) >= most
 
     def release(self, session_id: str, epoch: int) -> None:
-        """Cancels the session's queued requests, and lets the worker forget the session before the
-        next step. Does nothing if a newer epoch of the session was seen."""
+        """Cancels the session's requests, and lets the worker forget the session before the next
+        step. Does nothing if a newer epoch of the session was seen."""
         if not self._filter.release(session_id, epoch):
             return
-        self._cancel(self._queue.drop(session_id))
-        self._forget(session_id)
+        for work in [*self._open.get(session_id, ())]:
+            self._end(work, Refused(work.key, CANCELLED_CODE, "the session was released"))
         self.sessions.pop(session_id, None)
-        self._delay.forget(session_id)
-        self._leaving[session_id] = True
-        self._start()
+        self._post(Release(session_id))
 
     def disconnect(self, sender: AnswerSender) -> None:
         """Calls `evict` for the sessions whose last item came over this closed connection."""
@@ -247,8 +235,8 @@ class SteppedService(ReplicaService):
         """Frees the pages of these sessions before the next step."""
         for session_id in session_ids:
             self.sessions.pop(session_id, None)
-            self._leaving.setdefault(session_id, False)
-            self._start()
+        if session_ids:
+            self._post(Eviction(session_ids))
 
     async def drain(self) -> None:
         """Returns when no item waits and no step runs, so that a stop loses no answer."""
@@ -257,293 +245,167 @@ class SteppedService(ReplicaService):
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Drops waiting requests, waits for the running step, and closes the executor. If the
-        engine is lost, does not wait, because the step may hang."""
+        """Drops waiting requests, and waits for the running step. If the engine is lost, does not
+        wait, because the step may hang."""
         for task in self._compiling:
             task.cancel()
         if self._grammars is not None:
             self._grammars.close()
         self._closing = True
-        self._wake.set()
-        if self._task is not None:
-            await asyncio.wait([self._task])
-        self._watch.close()
-        self._executor.close(wait=self.lost is None)
+        self._driver.stop()
+        if self._send is not None:
+            await self._ended.wait()
+        self._watch.end()
+        for work in self._all_open():
+            self._done(work)
 
     @property
     def _over(self) -> bool:
         return self._closing or self.lost is not None
 
-    def _start(self) -> None:
+    def _post(self, message: Message[Item]) -> None:
+        """Sends a message to the loop of steps, which is started with the first message."""
         if self._over:
             return
+        if self._send is None:
+            self._send = self._begin()
+        self._num_sent += 1
         self._idle.clear()
-        self._wake.set()
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="steps")
+        self._watch.begin()
+        self._send(message)
 
-    async def _run(self) -> None:
+    def _hear(self, outcome: Outcome[Item]) -> None:
+        """Sends the answers of a step."""
+        if self.lost is not None:
+            return
         try:
-            while not self._over:
-                await self._wait_for_work()
-                while not self._over and (self._queue.waiting or self._leaving):
-                    until = self._delay.hold(_now(), self._queue.rows)
-                    while self._delay.awaited and not self._over and _now() < until:
-                        await self._wait_for_work(until)
-                    if await self._step(self._take()):
-                        # Lets the loop send answers before the next step occupies the interpreter.
-                        await asyncio.sleep(0)
-                    else:
-                        await self._wait_for_work(_now() + STARVED_REST_S)
-                self._idle.set()
+            self._note(outcome)
         except Exception as error:
             logger.exception("the loop of steps has failed")
             self._give_up(EngineLost(f"the loop of steps has failed: {error!r}"))
-        finally:
-            self._idle.set()
 
-    async def _wait_for_work(self, until: float | None = None) -> None:
-        """Waits until `submit`, `release`, `evict` or `close` is called, but not beyond `until`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self._wake.wait()
-        self._wake.clear()
-
-    def _take(self) -> list[StepRequest]:
-        batch, unwanted, late = self._queue.take(_now())
-        for work in unwanted:
-            self._done(work, None)
-        for work in late:
-            self._refuse(work, DeadlineExceeded("the deadline passed before a step began"))
-            self._leaving.setdefault(work.session_id, False)
-        return batch
-
-    async def _step(self, batch: list[StepRequest]) -> bool:
-        """Runs a step, and perhaps a second step with the next items of the same sessions. If the
-        step had items and none of them found pages, returns False."""
-        leaving, steps = dict(self._leaving), list[_Step]()
-        self._leaving.clear()
-        run = partial(self._on_executor, leaving, batch, steps, asyncio.get_running_loop().time)
-        failure: Exception | None = None
-        self._running = batch
-        self._watch.begin()
-        try:
-            await self._executor.run(run)
-        except Exception as error:  # noqa: BLE001 - handled below
-            failure = error
-        self._watch.end()
-        was_late, self._running = self._late is not None, ()
-        if was_late:
+    def _note(self, outcome: Outcome[Item]) -> None:
+        now = outcome.ended_at
+        if outcome.expected is not None:
+            self._watch.note(outcome.started_at, now, outcome.expected)
+        if self._late is not None:
             self._late = None
             self.health_changed.set()
-        elif steps:
-            self._finish(batch, steps, _now())
-        unfinished = [] if steps or was_late else batch
-        if isinstance(failure, EngineLost):
-            self._give_up(failure, unfinished)
-        elif failure is not None:
-            self._note_crash(failure, unfinished)
-        elif steps and self._crashes:
+        self._send_answers([*outcome.ended, *outcome.progress], now)
+        if outcome.progress:
+            works = [one.work for one in outcome.progress]
+            self._load_since(outcome.started_at).stepped(works, outcome.started_at, now)
+            if self._observer is not None:
+                results = [one.result for one in outcome.progress]
+                self._observer.stepped(works, results, outcome.started_at, now)
+        if isinstance(outcome.failure, EngineLost):
+            self._give_up(outcome.failure)
+            return
+        if outcome.failure is not None:
+            self._crashes += 1
+            self.health_changed.set()
+            if self._observer is not None:
+                self._observer.crashed()
+        elif outcome.progress and self._crashes:
             self._crashes = 0
             self.health_changed.set()
-        num_starved, self._num_starved = self._num_starved, self._worker.figures.num_starved
-        if self._num_starved > num_starved:
-            # A session may be silent because its coordinator died, or because its release was lost.
-            since, waiting = _now() - limits.SILENT_SESSION_MS / 1e3, self._queue.sessions
-            silent = takewhile(lambda entry: entry[1][1] <= since, self.sessions.items())
-            self.evict([name for name, _ in silent if name not in waiting])
-        return not steps or any(answer is not Unfinished.WAITS for answer in steps[0].answers)
+        if outcome.is_starved:
+            self._evict_silent(now)
+        if outcome.is_idle and outcome.num_received == self._num_sent:
+            self._watch.end()
+            self._idle.set()
 
-    def _finish(self, batch: list[StepRequest], steps: list[_Step], now: float) -> None:
-        """Handles the answers of a step, and then the answers of a second step if one has run."""
-        first, *second = steps
-        self._worker.note_seconds(now - steps[-1].start)
-        again = {item.head.session_id for step in second for item in step.items}
-        self._answer(batch, first, second[0].start if second else now, again)
-        for step in second:
-            # When the first step's answers were sent, `on_done` queued the items of this step.
-            answers = dict(zip(map(_round_of, step.items), step.answers, strict=True))
-            pairs = [
-                (work, answers.pop(which))
-                for work in self._queue.waiting
-                if (which := _round_of(work.item)) in answers
-            ]
-            works = [work for work, _ in pairs]
-            self._queue.remove(works)
-            self._answer(works, step._replace(answers=[answer for _, answer in pairs]), now)
+    def _send_answers(self, progress: Sequence[Progress[Item]], now: float) -> None:
+        frames: dict[tuple[AnswerSender, float], list[RoundAnswer]] = {}
+        for one in progress:
+            work = one.work
+            session_id, sender = work.session_id, work.sender
+            if work not in self._open.get(session_id, ()):
+                continue
+            if one.answers and session_id in self.sessions:
+                self.sessions[session_id] = (self.sessions[session_id][0], now)
+            if one.then is not None:
+                self._note_open(one.then)
+            if one.unfinished is None:
+                self._done(work)
+            if one.answers:
+                frames.setdefault((sender, one.held_s), []).extend(one.answers)
+        for (sender, held_s), frame in frames.items():
+            if held_s > 0:
+                sender.hold(frame, held_s)
+            else:
+                sender.send(frame)
 
-    def _requeue(self, works: Sequence[StepRequest]) -> None:
-        """Returns requests to the queue. Cancels requests whose session was released meanwhile."""
-        released = [work for work in works if self._leaving.get(work.session_id)]
-        self._cancel(released)
-        self._queue.requeue([work for work in works if work not in released])
+    def _evict_silent(self, now: float) -> None:
+        """A session may be silent because its coordinator died, or because its release was lost."""
+        since = now - limits.SILENT_SESSION_MS / 1e3
+        silent = takewhile(lambda entry: entry[1][1] <= since, self.sessions.items())
+        self.evict([name for name, _ in silent if name not in self._open])
 
-    def _note_crash(self, error: Exception, batch: Sequence[StepRequest]) -> None:
-        """Handles a crash of a step. If the step had one request, refuses the request. If the step
-        had several, each then runs alone, to find the request that causes the crash."""
-        sessions = [work.session_id for work in batch]
-        logger.error("a step crashed", exc_info=error, extra=about(session_ids=sessions))
-        self._crashes += 1
-        self.health_changed.set()
-        if self._observer is not None:
-            self._observer.crashed()
-        if len(batch) == 1:
-            crash = OutriderError("the step crashed; the replica's log has the traceback")
-            self._refuse(batch[0], crash)
-            return
-        for work in batch:
-            work.runs_alone = True
-        self._requeue(batch)
+    def _steps_ended(self, error: Exception | None) -> None:
+        """Called when the loop of steps has ended, because it was stopped or has failed."""
+        if isinstance(error, EngineLost):
+            self._give_up(error)
+        elif error is not None:
+            logger.error("the loop of steps has failed", exc_info=error)
+            self._give_up(EngineLost(f"the loop of steps has failed: {error!r}"))
+        self._idle.set()
+        self._ended.set()
 
-    def _give_up(self, lost: EngineLost, batch: Sequence[StepRequest] = ()) -> None:
+    def _give_up(self, lost: EngineLost) -> None:
         logger.critical("no further step can run: %s", lost)
         self.lost = lost
         self.health_changed.set()
-        for work in [*batch, *self._queue.waiting]:
+        for work in self._all_open():
             self._refuse(work, lost)
-        self._queue.clear()
+        self._driver.stop(at_once=True)
+        self._idle.set()
+        self._ended.set()
 
     def _on_late_step(self, seconds: float) -> None:
-        """Refuses the items of the running step and all that wait, so that their sessions move to
-        other replicas. The step's answers are dropped."""
+        """Refuses all open requests, so that their sessions move to other replicas. The step's
+        answers are dropped."""
         self._late = Unavailable(f"a step has not ended in {seconds:.1f} s")
         logger.warning("no items are taken until the step ends: %s", self._late)
         self.health_changed.set()
-        works = [*self._running, *self._queue.waiting]
-        self._running = ()
-        self._queue.clear()
+        works = self._all_open()
         for work in works:
             self._refuse(work, self._late)
-        self.evict([work.session_id for work in works])
+        for work in works:
+            self.sessions.pop(work.session_id, None)
+        self._post(Withdrawal([work.session_id for work in works]))
 
     def _on_hung_step(self, seconds: float) -> None:
         self._give_up(EngineLost(f"a step has not ended in {seconds:.1f} s"))
-        if self._task is not None:
-            self._task.cancel()
 
-    def _on_executor(
-        self,
-        leaving: Mapping[str, bool],
-        batch: Sequence[StepRequest],
-        steps: list[_Step],
-        clock: Callable[[], float],
-    ) -> None:
-        """Runs a step, and adds it to `steps`. If the next items of all its sessions are known, and
-        nothing else waits, runs a second step with these items. A quick step takes only 1.3 ms,
-        so a call of the executor for each step would cost too much."""
-        self._worker.leave(leaving)
-        if not batch:
-            return
-        start, items = clock(), [work.item for work in batch]
-        answers = self._run_items(items)
-        steps.append(_Step(start, items, answers))
-        if self._over or self._queue.waiting or self._leaving:
-            return
-        now = clock()
-        items = [
-            work.follow and work.follow(work.item, answer, now - start)
-            for work, answer in zip(batch, answers, strict=True)
-        ]
-        if None not in items:
-            # With `is_timed`, the executor sleeps after both steps, so `now - start` is too short.
-            if not self._executor.is_timed:
-                self._worker.note_seconds(now - start)
-            steps.append(_Step(now, items, self._run_items(items)))
+    def _all_open(self) -> list[StepRequest[Item]]:
+        return [work for works in self._open.values() for work in works]
 
-    def _run_items(self, items: Sequence[Any]) -> list[Any]:
-        try:
-            answers = self._worker.step(items)
-            check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
-        except Exception:
-            # After an error, the state of the items' sessions is unknown.
-            self._worker.leave({item.head.session_id: True for item in items})
-            raise
-        return answers
-
-    def _answer(
-        self, batch: list[StepRequest], step: _Step, end: float, again: Collection[str] = ()
-    ) -> None:
-        """Sends the answers of a step, and returns unfinished requests to the queue. A second step
-        has already run the next items of the sessions `again`."""
-        start, answers = step.start, step.answers
-        frames: dict[tuple[AnswerSender, float], list[Any]] = {}
-        stamped: list[Any] = []
-        num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
-        for work, answer in zip(batch, answers, strict=True):
-            if work.started_at is None and answer is not Unfinished.WAITS:
-                work.started_at = start
-            timed = [_timed(part, work, end, num_sharing) for part in work.progress(answer)]
-            if timed and work.session_id in self.sessions:
-                self.sessions[work.session_id] = (self.sessions[work.session_id][0], end)
-            stamped.append(timed[-1] if timed else work.unfinished or Unfinished.CONTINUES)
-            if not work.sender.closed:
-                frames.setdefault((work.sender, work.held_s), []).extend(timed)
-        for (sender, held_s), frame in frames.items():
-            if held_s > end - start:
-                sender.hold(frame, held_s)
-            else:  # The step was long, for example because it ran a part of a prompt.
-                sender.send(frame)
-        for work, answer in zip(batch, stamped, strict=True):
-            if work.unfinished is None:
-                # Must precede `_done`, which submits the next round of a session that runs ahead.
-                is_last = isinstance(answer, VerdictReply | ProposalReply)
-                if is_last and work.session_id not in again:
-                    self._delay.answered(work.session_id, work.item.num_rows, end)
-                self._done(work, None if answer is Unfinished.CONTINUES else answer)
-        if not batch:
-            return
-        self._load_since(start).stepped(batch, start, end)
-        if self._observer is not None:
-            self._observer.stepped(batch, stamped, start, end)
-        self._requeue([work for work in batch if work.unfinished is not None])
-
-    def _cancel(self, works: Sequence[StepRequest]) -> None:
-        for work in works:
-            self._end(work, Refused(work.key, CANCELLED_CODE, "the session was released"))
-
-    def _refuse(self, work: StepRequest, error: OutriderError) -> None:
+    def _refuse(self, work: StepRequest[Item], error: OutriderError) -> None:
         self._end(work, refusal(work.key, error))
 
-    def _end(self, work: StepRequest, answer: Refused) -> None:
+    def _end(self, work: StepRequest[Item], answer: Refused) -> None:
+        """Ends a request, which may not have been opened."""
+        self._done(work)
         work.sender.send([answer])
-        self._done(work, answer)
 
-    def _done(self, work: StepRequest, answer: Any) -> None:
+    def _note_open(self, work: StepRequest[Item]) -> None:
+        self._open.setdefault(work.session_id, {})[work] = None
+        self._num_open += 1
+
+    def _done(self, work: StepRequest[Item]) -> None:
         if work.timer is not None:
             work.timer.cancel()
-        if work.on_done is not None:
-            work.on_done(work, answer)
-
-    def _forget(self, session_id: str) -> None:
-        """Drops what a role keeps of an ended session outside the worker."""
-
-    def _work(self, item: Any, sender: AnswerSender) -> StepRequest:
-        now, left_ms = _now(), item.head.deadline_ms
-        return StepRequest(item, sender, now, now + left_ms / 1e3 if left_ms else math.inf)
+        own = self._open.get(work.session_id, {})
+        if work in own:
+            self._num_open -= 1
+            del own[work]
+            if not own:
+                del self._open[work.session_id]
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _round_of(item: Any) -> Any:
-    """Returns the identity of an item. Items with equal identities have the same answer."""
-    head = item.head
-    return head.key, head.prefix_digest, head.append, getattr(item, "proposal", None)
-
-
-def _timed(answer: Any, work: StepRequest, end: float, num_sharing: int) -> Any:
-    """Sets the times of a verdict or proposal: how long its item waited for its first step, and how
-    long the item then took until `end`. `num_sharing` items shared the last step."""
-    if not isinstance(answer, VerdictReply | ProposalReply):
-        return answer
-    started_at = end if work.started_at is None else work.started_at
-    queue_ms = max(0.0, started_at - work.arrived_at) * 1000
-    compute_ms = (end - started_at) * 1000
-    timed = replace(answer, queue_ms=queue_ms, compute_ms=compute_ms)
-    if isinstance(timed, ProposalReply):
-        timed = replace(timed, work_ms=compute_ms / num_sharing)
-    return timed
 
 
 class StepLoad:
@@ -552,7 +414,7 @@ class StepLoad:
         self._max_batch = max_batch
         self._sums = DecayedSums(WINDOW_S, now)
 
-    def stepped(self, works: Sequence[StepRequest], start: float, end: float) -> None:
+    def stepped(self, works: Sequence[StepRequest[Item]], start: float, end: float) -> None:
         began = [max(0.0, start - work.arrived_at) for work in works if work.started_at == start]
         places = min(1.0, len(works) / self._max_batch)
         amounts = {
@@ -577,12 +439,14 @@ class StepLoad:
         )
 
 
-class _Connection(AnswerSender):
-    def __init__(self, service: SteppedService, send: Callable[[Sequence[Any]], None]) -> None:
+class _Connection(AnswerSender, Generic[Item]):
+    def __init__(
+        self, service: SteppedService[Item], send: Callable[[Sequence[RoundAnswer]], None]
+    ) -> None:
         super().__init__(send)
         self._service = service
 
-    def receive(self, items: Sequence[Any]) -> None:
+    def receive(self, items: Sequence[Item]) -> None:
         for item in items:
             self._service.take(item, self)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import insort_left, insort_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from outrider.errors import DeadlineExceeded, OutriderError, Overloaded
+from outrider.errors import DeadlineExceeded, OutriderError
 from outrider.foundation.fair_turns import round_robin
-from outrider.interfaces.messages import Refused, ReplyKey
-from outrider.limits import STREAM_QUEUE_ITEMS_MAX
+from outrider.interfaces.messages import Refused, ReplyKey, RoundAnswer, RoundItem
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outrider.interfaces.engine import PageCounts
 
 
+Item = TypeVar("Item", bound=RoundItem)
 CANCELLED_CODE = 1  # google.rpc.Code for work that is no longer needed
 
 
@@ -35,14 +36,19 @@ class Unfinished(Enum):
 class Answers(NamedTuple):
     """No answer, one answer or several answers to an item."""
 
-    answers: tuple[Any, ...]
+    answers: tuple[RoundAnswer, ...]
     more: bool  # whether more answers follow; the item then stays in the queue
     waited_for: bool = False
     """Whether the caller waits for more answers. If not, the session's next item ends this item."""
 
 
+StepAnswer = RoundAnswer | Answers | Unfinished
+"""What a step says of one of its items."""
+
+
 class StepFigures:
-    """Counters over all steps of a worker, and its pages after the last step."""
+    """Counters over all steps of a worker, and its pages after the last step. Any thread may read
+    them."""
 
     num_preemptions: int = 0  # number of sequences that lost their pages to an older sequence
     num_prefill_chunks: int = 0  # number of times that only a part of a prefix had room in a step
@@ -53,33 +59,19 @@ class StepFigures:
 
 
 class AnswerSender:
-    """Sends the answers of one connection."""
+    """Sends the answers of one connection. Must be used on the event loop's thread."""
 
-    def __init__(self, send: Callable[[Sequence[Any]], None]) -> None:
+    def __init__(self, send: Callable[[Sequence[RoundAnswer]], None]) -> None:
         self._send = send
-        self._held: list[Any] = []
+        self._held: list[RoundAnswer] = []
         self._timer: TimerHandle | None = None
         self.closed = False
+        """Any thread may read this."""
 
-    def send(self, answers: Sequence[Any]) -> None:
+    def send(self, answers: Sequence[RoundAnswer]) -> None:
         """Sends the held answers of the same sessions, and then these answers. If an answer is held
         and is also among `answers`, it is sent once. Sends nothing on a closed connection."""
-        self._send_with_held({answer.key.session_id for answer in answers}, answers)
-
-    def hold(self, answers: Sequence[Any], seconds: float) -> None:
-        """Holds answers. After at most `seconds`, sends all held answers in one message."""
-        self._held += answers
-        if self._timer is None and self._held:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._flush_all)
-
-    def flush(self, session_id: str) -> None:
-        """Sends the held answers of a session."""
-        self._send_with_held({session_id}, ())
-
-    def _flush_all(self) -> None:
-        self.send([*self._held])
-
-    def _send_with_held(self, session_ids: set[str], answers: Sequence[Any]) -> None:
+        session_ids = {answer.key.session_id for answer in answers}
         again = {id(answer) for answer in answers}
         leaving = [answer for answer in self._held if answer.key.session_id in session_ids]
         self._held = [answer for answer in self._held if answer.key.session_id not in session_ids]
@@ -90,21 +82,19 @@ class AnswerSender:
         if leaving and not self.closed:
             self._send(leaving)
 
+    def hold(self, answers: Sequence[RoundAnswer], seconds: float) -> None:
+        """Holds answers. After at most `seconds`, sends all held answers in one message."""
+        self._held += answers
+        if self._timer is None and self._held:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._flush)
 
-CLOSED = AnswerSender(lambda _: None)  # takes answers that no caller wants any more
-CLOSED.closed = True
+    def _flush(self) -> None:
+        self.send([*self._held])
 
 
-class StepRequest:
+class StepRequest(Generic[Item]):
     """An item that waits for a step, and the connection that wants its answer."""
 
-    on_done: Callable[[StepRequest, Any], None] | None = None
-    """Called when the request ends, with the request and its answer (None = no answer)."""
-    follow: Callable[[Any, Any, float], Any] | None = None
-    """Called on the executor's thread with the item, its answer and the step's time in seconds.
-    Returns the session's next item, or None if the answer must be sent first. Not set if the
-    coordinator sends the next item."""
-    held_s: float = 0.0  # how long the answer may wait to share a message with others
     started_at: float | None = None  # when the first step that worked on the item began
     unfinished: Unfinished | None = None  # why the last step left the item unfinished
     runs_alone: bool = False  # whether an earlier step with this item crashed
@@ -112,21 +102,18 @@ class StepRequest:
     timer: TimerHandle | None = None  # cancelled when the request ends
 
     def __init__(
-        self, item: Any, sender: AnswerSender, arrived_at: float, expires_at: float
+        self, item: Item, sender: AnswerSender, arrived_at: float, expires_at: float
     ) -> None:
         """Times are on the event loop's clock. No caller needs the answer after `expires_at`."""
         self.item, self.sender = item, sender
+        self.session_id = item.head.session_id
         self.arrived_at, self.expires_at = arrived_at, expires_at
 
     @property
-    def session_id(self) -> str:
-        return self.item.head.session_id  # type: ignore[no-any-return]
-
-    @property
     def key(self) -> ReplyKey:
-        return self.item.head.key  # type: ignore[no-any-return]
+        return self.item.head.key
 
-    def progress(self, answer: Any) -> tuple[Any, ...]:
+    def progress(self, answer: StepAnswer) -> tuple[RoundAnswer, ...]:
         """Notes what a step's answer means for this request. Returns the answers to send."""
         if isinstance(answer, Answers):
             self.answered = not answer.waited_for
@@ -134,9 +121,9 @@ class StepRequest:
             return answer.answers
         self.answered = self.answered or self.item.gives_way
         self.unfinished = answer if isinstance(answer, Unfinished) else None
-        return () if self.unfinished else (answer,)
+        return () if isinstance(answer, Unfinished) else (answer,)
 
-    def compiled(self, grammar: Grammar | OutriderError) -> StepRequest:
+    def compiled(self, grammar: Grammar | OutriderError) -> StepRequest[Item]:
         """Adds a compiled constraint, or the error of its compilation. Returns this request."""
         self.item = replace(self.item, head=replace(self.item.head, compiled=grammar))
         return self
@@ -152,39 +139,37 @@ def undrawn(key: ReplyKey) -> Refused:
     return refusal(key, DeadlineExceeded("the time limit ended before a token was drawn"))
 
 
-class RequestQueue:
+_ARRIVED_AT = attrgetter("arrived_at")
+
+
+class RequestQueue(Generic[Item]):
     """Requests in order of arrival. Requests that a step did not finish keep their place."""
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
-        self.waiting: list[StepRequest] = []
-        self._by_session: defaultdict[str, list[StepRequest]] = defaultdict(list)
+        self.waiting: list[StepRequest[Item]] = []
+        self._by_session: defaultdict[str, list[StepRequest[Item]]] = defaultdict(list)
         """The same requests. If many sessions end at once, each finds its own without a search."""
 
     @property
     def rows(self) -> list[int]:
         """Number of tokens (rows) of each session's first request."""
-        first: dict[str, int] = {}
-        for work in self.waiting:
-            first.setdefault(work.session_id, work.item.num_rows)
-        return list(first.values())
+        return [works[0].item.num_rows for works in self._by_session.values()]
 
-    @property
-    def sessions(self) -> Collection[str]:
-        return self._by_session.keys()
+    def add(self, work: StepRequest[Item]) -> None:
+        """Queues a request behind all that did not arrive later."""
+        for works in (self.waiting, self._by_session[work.session_id]):
+            insort_right(works, work, key=_ARRIVED_AT)
 
-    def add(self, work: StepRequest) -> None:
-        """Queues a request. Raises `Overloaded` if the queue is full."""
-        most = STREAM_QUEUE_ITEMS_MAX
-        if (
-            len(self.waiting) >= most
-            and sum(not request.answered for request in self.waiting) >= most
-        ):
-            raise Overloaded(f"{most} items wait for a step of this replica", 100)
-        self.waiting.append(work)
-        self._by_session[work.session_id].append(work)
+    def requeue(self, works: Sequence[StepRequest[Item]]) -> None:
+        """Returns requests that a step did not finish to their places."""
+        for work in reversed(works):
+            for others in (self.waiting, self._by_session[work.session_id]):
+                insort_left(others, work, key=_ARRIVED_AT)
 
-    def take(self, now: float) -> tuple[list[StepRequest], list[StepRequest], list[StepRequest]]:
+    def take(
+        self, now: float
+    ) -> tuple[list[StepRequest[Item]], list[StepRequest[Item]], list[StepRequest[Item]]]:
         """Takes three lists of requests out of the queue. Tenants take turns, each with its oldest
         request:
 
@@ -195,15 +180,15 @@ class RequestQueue:
         2. Unwanted: the connection is closed, or the request was answered and its session has a
            newer request.
         3. Expired."""
-        batch: list[StepRequest] = []
-        unwanted: list[StepRequest] = []
-        late: list[StepRequest] = []
-        newest = {work.session_id: work for work in self.waiting}
-        room = dict.fromkeys((None, *Unfinished), self._max_batch)
+        batch: list[StepRequest[Item]] = []
+        unwanted: list[StepRequest[Item]] = []
+        late: list[StepRequest[Item]] = []
+        room: dict[Unfinished | None, int] = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
         for work in round_robin(self.waiting, lambda request: request.item.head.tenant):
             session_id = work.session_id
-            if work.sender.closed or (work.answered and newest[session_id] is not work):
+            is_newest = self._by_session[session_id][-1] is work
+            if work.sender.closed or (work.answered and not is_newest):
                 unwanted.append(work)
             elif now >= work.expires_at:
                 late.append(work)
@@ -220,7 +205,8 @@ class RequestQueue:
         self.remove([*batch, *unwanted, *late])
         return batch, unwanted, late
 
-    def remove(self, works: Sequence[StepRequest]) -> None:
+    def remove(self, works: Sequence[StepRequest[Item]]) -> None:
+        """Takes these requests out of the queue."""
         taken = set(works)
         self.waiting = [work for work in self.waiting if work not in taken]
         for work in works:
@@ -229,18 +215,11 @@ class RequestQueue:
             if not own:
                 del self._by_session[work.session_id]
 
-    def drop(self, session_id: str) -> Sequence[StepRequest]:
-        """Takes a session's requests out of the queue, and returns them."""
-        dropped = self._by_session.pop(session_id, [])
-        for work in dropped:
+    def drop(self, session_id: str) -> None:
+        """Takes a session's requests out of the queue."""
+        for work in self._by_session.pop(session_id, []):
             self.waiting.remove(work)
-        return dropped
 
     def clear(self) -> None:
         self.waiting = []
         self._by_session.clear()
-
-    def requeue(self, works: Sequence[StepRequest]) -> None:
-        for work in works:
-            self._by_session[work.session_id].append(work)
-        self.waiting = sorted([*works, *self.waiting], key=attrgetter("arrived_at"))

@@ -5,13 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import SpanKind, Tracer
 
-from outrider.interfaces.messages import ProposalReply, Refused, Resync
-from outrider.replica.step_request import StepFigures, StepRequest, Unfinished
+from outrider.interfaces.messages import ProposalReply, Refused, Resync, RoundAnswer
+from outrider.replica.step_request import Item, StepFigures, StepRequest, Unfinished
 from outrider.telemetry.metrics import PREFIX, ObservedCounter, times, watch
 from outrider.telemetry.setup import read_sampled
 
@@ -68,7 +67,11 @@ class ObservedSteps:
         self._crashes.add(1)
 
     def stepped(
-        self, works: Sequence[StepRequest], answers: Sequence[Any], start: float, end: float
+        self,
+        works: Sequence[StepRequest[Item]],
+        answers: Sequence[RoundAnswer | Unfinished],
+        start: float,
+        end: float,
     ) -> None:
         """A step ran from `start` to `end` on the event loop's clock, and its answers were sent."""
         self._steps.add(1)
@@ -85,7 +88,7 @@ class ObservedSteps:
                 self._trace(work, answer, len(works), began, end)
 
     def _trace(
-        self, work: StepRequest, answer: Any, num_items: int, start: float, end: float
+        self, work: StepRequest[Item], answer: RoundAnswer, num_items: int, start: float, end: float
     ) -> None:
         head = work.item.head
         context = read_sampled(head.traceparent)
@@ -113,7 +116,7 @@ class ObservedSteps:
         ).end(end_ns)
 
 
-def _kind(answer: Any) -> str:
+def _kind(answer: RoundAnswer | Unfinished) -> str:
     if isinstance(answer, Unfinished):
         return answer.value
     return {Resync: "resync", Refused: "refused"}.get(type(answer), "answered")

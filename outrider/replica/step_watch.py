@@ -16,6 +16,7 @@ Other work on the machine makes steps slower, hence the large factors. Time in w
 does not run, for example because the process is stopped, does not count."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -54,17 +55,20 @@ class StepWatch:
     def __init__(
         self,
         expected: Callable[[], ExpectedStep],
+        running_since: Callable[[], float | None],
         may_compile: bool,
         on_late: Callable[[float], None],
         on_hung: Callable[[float], None],
     ) -> None:
-        """`expected` returns what is expected of the running step. `on_late` and `on_hung` get the
+        """`expected` returns what is expected of the running step, and `running_since` when the
+        step began, on the event loop's clock (None = no step runs). `on_late` and `on_hung` get the
         time that the step has taken so far, in seconds. Each is called once for a step."""
-        self._expected = expected
+        self._expected, self._running_since = expected, running_since
         self._may_compile = may_compile
         self._on_late, self._on_hung = on_late, on_hung
         self._timer: asyncio.TimerHandle | None = None
-        self._runs = self._is_late = self._has_gap = False
+        self._since = -math.inf  # when the step began whose time is counted
+        self._is_late = self._has_gap = False
         self._checked_at = self._counted_s = 0.0
         self._longest_s = 0.0
         self._tolerance = 1.0
@@ -74,52 +78,57 @@ class StepWatch:
         """Sizes of steps that have ended."""
 
     def begin(self) -> None:
-        """Must be called when a step begins."""
-        loop = asyncio.get_running_loop()
-        self._runs, self._is_late, self._has_gap = True, False, False
-        self._counted_s = 0.0
-        self._checked_at = loop.time()
+        """Must be called when steps may run. Watches until `end`."""
         if self._timer is None:
-            self._timer = loop.call_later(CHECK_PERIOD_S, self._check)
+            self._timer = asyncio.get_running_loop().call_later(CHECK_PERIOD_S, self._check)
 
     def end(self) -> None:
-        """Must be called when the step has ended. If the event loop did not run all the time, the
-        step is no measure for later steps."""
-        if not self._runs:
-            return
-        self._runs = False
-        self._count()
-        factor = LATE_TOLERANCE if self._is_late else LONGEST_DECAY
-        self._tolerance = min(max(1.0, factor * self._tolerance), TOLERANCE_MAX)
-        self._longest_s *= LONGEST_DECAY
-        if not self._has_gap:
-            self._longest_s = max(self._longest_s, self._counted_s)
-        if self._may_compile:
-            self._sizes.add(_size(self._expected()))
-
-    def close(self) -> None:
-        """Stops watching."""
-        self._runs = False
+        """Must be called when no step can run until `begin` is called again."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
+
+    def note(self, since: float, until: float, expected: ExpectedStep) -> None:
+        """Must be called after each step. If the event loop did not run all the time, the step is
+        no measure for later steps."""
+        if since >= self._since:
+            self._turn_to(since)
+            self._count(until)
+            counted_s, has_gap, is_late = self._counted_s, self._has_gap, self._is_late
+        else:  # `_check` has already seen a later step.
+            counted_s, is_late = until - since, False
+            has_gap = counted_s > COUNTED_S_MAX
+        factor = LATE_TOLERANCE if is_late else LONGEST_DECAY
+        self._tolerance = min(max(1.0, factor * self._tolerance), TOLERANCE_MAX)
+        self._longest_s *= LONGEST_DECAY
+        if not has_gap:
+            self._longest_s = max(self._longest_s, counted_s)
+        if self._may_compile:
+            self._sizes.add(_size(expected))
 
     def _check(self) -> None:
-        self._timer = None
-        if not self._runs:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(CHECK_PERIOD_S, self._check)
+        since = self._running_since()
+        if since is None:
             return
-        self._count()
+        self._turn_to(since)
+        self._count(loop.time())
         late_s, hung_s = self._limits()
         if self._counted_s >= late_s and not self._is_late:
             self._is_late = True
             self._on_late(self._counted_s)
         if self._counted_s >= hung_s:
-            self._runs = False
+            self.end()
             self._on_hung(self._counted_s)
-            return
-        self._timer = asyncio.get_running_loop().call_later(CHECK_PERIOD_S, self._check)
 
-    def _count(self) -> None:
-        now = asyncio.get_running_loop().time()
+    def _turn_to(self, since: float) -> None:
+        """Begins to count the time of the step that began at `since`, unless it is counted."""
+        if since != self._since:
+            self._since = self._checked_at = since
+            self._is_late, self._has_gap, self._counted_s = False, False, 0.0
+
+    def _count(self, now: float) -> None:
         passed_s, self._checked_at = now - self._checked_at, now
         self._has_gap |= passed_s > COUNTED_S_MAX
         self._counted_s += min(passed_s, COUNTED_S_MAX)

@@ -158,7 +158,7 @@ def in_use(stack: Stack) -> dict[str, int]:
                 found[f"parameters sent to the {pool.role}"] = len(stream._sent)
     for role, service in (("target", stack.target), ("draft", stack.draft)):
         worker: Any = service._worker
-        table: SessionTable = worker._table
+        table: SessionTable = worker._admission._table
         engine: Any = table._engine
         counts = engine.page_counts()
         used = counts.num_pages - counts.num_free - counts.num_evictable
@@ -168,8 +168,9 @@ def in_use(stack: Stack) -> dict[str, int]:
             f"sequences of the {role}": len(engine._pool._sequences),
             f"pages of the {role}": used,
             f"items that wait for the {role}": len(service._queue.waiting),
+            f"open requests of the {role}": service._num_open,
         }
-    found["rounds that run ahead"] = len(stack.target._ahead)
+    found["rounds that run ahead"] = len(stack.target.run_aheads.sessions)
     drafter: Any = stack.draft._worker
     found["rounds looked ahead of"] = len(drafter._look_ahead._rounds)
     kinds = Counter(type(one) for one in gc.get_objects() if type(one) in EVERYTHING)

@@ -1,8 +1,7 @@
 """How a replica stops: it answers queued items, but only within a grace period."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import pytest
@@ -11,31 +10,26 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.config.deployment import TargetConfig
 from outrider.errors import EngineLost, LinkLost
 from outrider.interfaces.messages import VerdictReply, VerifyItem
+from outrider.replica.drivers import InlineDriver
 from outrider.replica.host import ReplicaHost
 from outrider.transport.grpc_link import GrpcLink
 from target_service.service import TargetService
 from tests.support.rounds import PATIENCE_S, Listener, make_head, session_name
 from tests.support.toy_engine import ToyEngine
 
-T = TypeVar("T")
 Serving = health_pb2.HealthCheckResponse.ServingStatus
 
 
-class GatedExecutor:
+class GatedDriver(InlineDriver):
     """Runs each step only after the test has opened the gate for it."""
 
-    is_timed = True
-    may_compile = False
-
     def __init__(self) -> None:
+        super().__init__(lambda: 0.0)
         self.gate = asyncio.Semaphore(0)
 
-    async def run(self, step: Callable[[], T]) -> T:
+    async def run(self, *step: Any) -> None:
         await self.gate.acquire()
-        return step()
-
-    def close(self, *, wait: bool = True) -> None:
-        """Nothing to close."""
+        await super().run(*step)
 
 
 class Hosted:
@@ -43,11 +37,11 @@ class Hosted:
 
     def __init__(self) -> None:
         self.engine = ToyEngine()
-        self.executor = GatedExecutor()
+        self.driver = GatedDriver()
         self.host: ReplicaHost = ReplicaHost()
 
     async def start(self) -> None:
-        service = TargetService(self.engine, self.executor, max_num_seqs=1)
+        service = TargetService(self.engine, self.driver, max_num_seqs=1)
         self.address = await self.host.serve(service, TargetConfig())
         self.link = GrpcLink("target", self.address)
         self.heard = Listener(self.link)
@@ -73,9 +67,8 @@ async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
     await asyncio.sleep(0)
     hosted.send(4)
     for num_answers in (1, 2, 3):
-        hosted.executor.gate.release()
+        hosted.driver.gate.release()
         await hosted.heard.wait(num_answers)
-    hosted.executor.gate.release()  # At its end, the stream evicts its sessions in a step.
     async with asyncio.timeout(PATIENCE_S):
         await stopping
     await hosted.heard.wait(num_lost=1)
@@ -99,7 +92,7 @@ async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
         assert (await stub.Check(request)).status == Serving.SERVING
-        hosted.executor.gate.release()
+        hosted.driver.gate.release()
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(EngineLost, match="rank 1 is gone"):
                 await hosted.host.wait()
@@ -121,7 +114,7 @@ async def test_steps_that_take_longer_than_the_grace_are_not_waited_for() -> Non
     stopping = asyncio.create_task(hosted.host.stop(0.05))
     await hosted.heard.wait(num_lost=1)
     assert not stopping.done()
-    hosted.executor.gate.release()
+    hosted.driver.gate.release()
     async with asyncio.timeout(PATIENCE_S):
         await stopping
     assert hosted.heard.answers == []

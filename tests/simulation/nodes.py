@@ -37,7 +37,7 @@ from outrider.interfaces.request import Event, GenerateRequest, ResumeRequest, S
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
-from outrider.replica.executors import InlineExecutor
+from outrider.replica.drivers import InlineDriver
 from outrider.replica.ray_actor import ActorLocation
 from target_service.service import TargetService
 from tests.simulation.keyed import KeyedRequest, Part, answer_once
@@ -215,7 +215,7 @@ def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -
     engine = kind(SPEC, "target", NUM_SEQUENCES)
     return TargetService(
         engine,
-        InlineExecutor(partial(take_stated_seconds, engine), is_timed=False),
+        InlineDriver(partial(take_stated_seconds, engine)),
         max_num_seqs=NUM_SEQUENCES,
         self_drafter=None if drafter is None else drafter(SPEC, engine),
         clock=lambda: 0.0,
@@ -225,15 +225,15 @@ def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -
 
 def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
     engine = kind(SPEC, "draft", NUM_SEQUENCES)
-    executor = InlineExecutor(partial(take_stated_seconds, engine))
+    driver = InlineDriver(partial(take_stated_seconds, engine))
     drafter = ModelDrafter(engine)
-    return DraftService(drafter, executor, max_num_seqs=NUM_SEQUENCES, grammars=toy_grammars())
+    return DraftService(drafter, driver, max_num_seqs=NUM_SEQUENCES, grammars=toy_grammars())
 
 
 def head_service() -> DraftService:
     drafter = CheckedHead(SPEC, NUM_SEQUENCES)
-    executor = InlineExecutor(lambda: HEAD_STEP_S)
-    return DraftService(drafter, executor, max_num_seqs=NUM_SEQUENCES)
+    driver = InlineDriver(lambda: HEAD_STEP_S)
+    return DraftService(drafter, driver, max_num_seqs=NUM_SEQUENCES)
 
 
 Builders = dict[str, Callable[[], Any]]
@@ -269,25 +269,24 @@ class ReplicaNode(Node):
         """Reports crashes of steps, which are answered with refusals and so would not be noticed of
         a draft. Counts preemptions."""
         worker = self.service._worker
-        step = worker.step
 
-        def watched(items: Any) -> Any:
+        def watched(call: Any, items: Any) -> Any:
             num_before = worker.figures.num_preemptions
             try:
-                return step(items)
+                return call(items)
             except Exception as error:
                 world.hear_failure(InvariantError(f"a step of {self.name} crashed: {error!r}"))
                 raise
             finally:
                 world.shapes["preempted"] += worker.figures.num_preemptions - num_before
 
-        worker.step = watched
+        worker.prepare, worker.run = partial(watched, worker.prepare), partial(watched, worker.run)
 
     def _watch_draws(self, world: Any) -> None:
         """Checks that every token that a model draws is in its proposal: dropping one for being
         late would bias the output."""
         proposer = self.service._worker
-        drafter, step = proposer._drafter, proposer.step
+        drafter, run = proposer._drafter, proposer.run
         if not isinstance(drafter, ModelDrafter):
             return
         sampler = drafter._sampler
@@ -300,8 +299,8 @@ class ReplicaNode(Node):
                 num_drawn[request.session_id, request.noise.committed_length] = depth + 1
             draw(drafts, depths, logits)
 
-        def compared(items: Any) -> Any:
-            answers = step(items)
+        def compared(works: Any) -> Any:
+            answers = run(works)
             for answer in answers:
                 if isinstance(answer, ProposalReply):
                     drawn = num_drawn.pop((answer.key.session_id, answer.base_length), 0)
@@ -311,16 +310,16 @@ class ReplicaNode(Node):
                         world.hear_failure(InvariantError(found))
             return answers
 
-        sampler._draw, proposer.step = counted, compared  # type: ignore[method-assign]
+        sampler._draw, proposer.run = counted, compared  # type: ignore[method-assign]
 
     def get_stuck(self) -> None:
         """Its next step never ends."""
 
-        async def run(step: Any) -> None:
+        async def run(*_: Any) -> None:
             self.is_stuck = True
             await asyncio.Event().wait()
 
-        self.service._executor.run = run
+        self.service._driver.run = run
 
     async def _follow_health(self, world: Any) -> None:
         """As `ReplicaHost` does."""

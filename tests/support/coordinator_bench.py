@@ -14,7 +14,7 @@ from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.errors import StoreUnavailable
 from outrider.interfaces.request import Event, GenerateRequest, Tokens
-from outrider.replica.executors import InlineExecutor
+from outrider.replica.drivers import InlineDriver
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from target_service.service import TargetService
 from tests.support.pages import check_service
@@ -82,15 +82,15 @@ def target_service(
     engine: Any = None, step_s: float | None = None, **options: Any
 ) -> TargetService:
     """A target with 8 seats. Its engine is a toy by default, and its steps take `STEP_S`."""
-    executor = InlineExecutor(lambda: STEP_S if step_s is None else step_s)
-    return TargetService(engine or ToyEngine(), executor, max_num_seqs=8, **options)
+    driver = InlineDriver(lambda: STEP_S if step_s is None else step_s)
+    return TargetService(engine or ToyEngine(), driver, max_num_seqs=8, **options)
 
 
 def draft_service(engine: Any = None, step_s: float | None = None, **options: Any) -> DraftService:
     """A draft with 8 seats. By default its engine disagrees with the toy target's."""
-    executor = InlineExecutor(lambda: STEP_S if step_s is None else step_s)
+    driver = InlineDriver(lambda: STEP_S if step_s is None else step_s)
     drafter = ModelDrafter(engine or ToyEngine(salt=2))
-    return DraftService(drafter, executor, max_num_seqs=8, **options)
+    return DraftService(drafter, driver, max_num_seqs=8, **options)
 
 
 class Bench:

@@ -14,7 +14,8 @@ from outrider.foundation.tokens import TokenSequence
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces import messages
 from outrider.interfaces.engine import take_stated_seconds
-from outrider.replica.executors import InlineExecutor
+from outrider.replica.drivers import InlineDriver
+from outrider.replica.step_loop import Worker
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary
@@ -81,6 +82,11 @@ def make_head(
         constraint_hash=b"" if constraint is None else constraint.digest(),
         **(others | fields),
     )
+
+
+def run_step(worker: Worker[Any, Any], items: Sequence[messages.RoundItem]) -> list[Any]:
+    """The answers to items of one step."""
+    return [*worker.run(worker.prepare(items))]
 
 
 class SeverableLink(MemoryLink):
@@ -154,15 +160,7 @@ def drafter_over(engine: Any, parallel_token: int | None = None) -> Any:
 class Replica:
     """A target or a draft over an engine in this process, and a link to it."""
 
-    def __init__(
-        self,
-        role: str,
-        engine: Any,
-        step_s: float | None = None,
-        *,
-        is_timed: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, role: str, engine: Any, step_s: float | None = None, **options: Any) -> None:
         make: Any = TargetService
         served = engine
         if role == "draft":
@@ -171,9 +169,8 @@ class Replica:
             engine = served.engine
         seconds = partial(take_stated_seconds, engine) if step_s is None else lambda: step_s
         self.engine = engine
-        self.service: Any = make(
-            served, InlineExecutor(seconds, is_timed=is_timed), **({"max_num_seqs": 64} | options)
-        )
+        driver = options.pop("driver", None) or InlineDriver(seconds)
+        self.service: Any = make(served, driver, **({"max_num_seqs": 64} | options))
         self.link, self.listener = self.connect()
 
     def connect(self) -> tuple[SeverableLink, Listener]:

@@ -26,7 +26,7 @@ from outrider.models.tokenizer import TokenizerText
 from outrider.redis.address import RedisAddress
 from outrider.redis.embedded import EmbeddedRedis
 from outrider.registry.redis_registry import RedisRegistry
-from outrider.replica.executors import ThreadExecutor
+from outrider.replica.drivers import ThreadDriver
 from outrider.replica.step_spans import ObservedSteps
 from outrider.sessions.redis_store import RedisStore
 from outrider.telemetry.observer import UNOBSERVED, Observation
@@ -80,8 +80,8 @@ def _draft_service(
     if engine is None:  # This draft is never asked, and fits any target.
         engine = timed = ToyEngine()
         engine.info = replace(engine.info, tokenizer_fingerprint="")
-    executor = ThreadExecutor("draft", partial(take_stated_seconds, timed))
-    return DraftService(drafter_over(engine, parallel_token), executor, **options)
+    driver = ThreadDriver("draft", partial(take_stated_seconds, timed))
+    return DraftService(drafter_over(engine, parallel_token), driver, **options)
 
 
 def coordinator_api(coordinator: CoordinatorService, access: AccessControl = OPEN) -> Service:
@@ -129,7 +129,7 @@ async def running_stack(
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(
             target_engine,
-            ThreadExecutor("target", partial(take_stated_seconds, target_engine), is_timed=False),
+            ThreadDriver("target", partial(take_stated_seconds, target_engine)),
             max_num_seqs=NUM_SEQUENCES,
             self_drafter=self_drafter,
             grammars=grammars and grammars(),

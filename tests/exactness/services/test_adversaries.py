@@ -32,7 +32,7 @@ from outrider.interfaces.engine import SequenceStep, take_stated_seconds
 from outrider.interfaces.messages import VerifyItem
 from outrider.interfaces.request import GenerateRequest, RoundReport, Tokens
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.replica.executors import InlineExecutor
+from outrider.replica.drivers import InlineDriver
 from outrider.speculation.proposal import EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
@@ -91,14 +91,14 @@ def bench_of(
     **settings: Any,
 ) -> Any:
     """A coordinator, a target and a draft whose steps take the time that their engines state."""
-    executors = [InlineExecutor(partial(take_stated_seconds, one)) for one in (target, draft)]
+    drivers = [InlineDriver(partial(take_stated_seconds, one)) for one in (target, draft)]
     clock = asyncio.get_running_loop().time
     service = TargetService(
-        target, executors[0], max_num_seqs=8, self_drafter=self_drafter, clock=clock
+        target, drivers[0], max_num_seqs=8, self_drafter=self_drafter, clock=clock
     )
     asked = {
         "target": service,
-        "draft": DraftService(ModelDrafter(draft), executors[1], max_num_seqs=8),
+        "draft": DraftService(ModelDrafter(draft), drivers[1], max_num_seqs=8),
         "target_link": None if link is None else link(service),
         "fallback": NoLookup(),
         "draft_timeout_ms": LIMIT_MS,
@@ -288,7 +288,7 @@ async def test_a_round_ends_where_its_constraint_cannot_be_followed(rule: Rule) 
     tokens would follow a 1."""
     seen, row = Counter[int](), Coins(zero=0.3).row
     async with Replica("target", Coins()) as target:
-        target.service._worker._allowed = lambda *_: Turns()
+        target.service._worker._admission.allowed = lambda *_: Turns()
         for seed in range(200):
             noise = RoundNoise(seed, rule, len(PROMPT))
             proposal = EncodedProposal.of(drafted(row.expand(3, -1), SamplingParams(), noise))

@@ -29,7 +29,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
 from tests.support.models import tiny_config, tiny_eagle3, tiny_module, twin
-from tests.support.rounds import PENALISED, make_head
+from tests.support.rounds import PENALISED, make_head, run_step
 from tests.support.toy_engine import ToyEngine
 
 VOCAB, LENGTH, K = 24, 40, 3
@@ -152,12 +152,12 @@ def by_draft(
         ]
         found: dict[int, Proposal] = {}
         while waiting := [item for item in items if item.head.seed not in found]:
-            for item, answer in zip(waiting, proposer.step(waiting), strict=True):
+            for item, answer in zip(waiting, run_step(proposer, waiting), strict=True):
                 for one in answer.answers if isinstance(answer, Answers) else (answer,):
                     if isinstance(one, ProposalReply) and not one.assumed:
                         found[item.head.seed] = one.proposal.decode()
         for item in items:
-            proposer.release(item.head.session_id)
+            proposer.leave({item.head.session_id: True})
         return [found[seed] for seed in seeds]
 
     return propose
@@ -235,7 +235,7 @@ class Branches:
 
 def answers_to(proposer: Proposer, item: DraftItem) -> list[ProposalReply]:
     """The answers of one step."""
-    [answer] = proposer.step([item])
+    [answer] = run_step(proposer, [item])
     return [*answer.answers] if isinstance(answer, Answers) else [answer]
 
 
@@ -275,7 +275,7 @@ def test_an_outcome_that_comes_true_before_it_is_drafted(
         head = make_head(PROMPT, seed=seed, rule=Rule.TOKEN, sampling=PLAIN)
         item = DraftItem(head, LATE_K, LATE_K)
         [likeliest, *_] = ahead_until(worker, item, 2 * LATE_STEPS)
-        worker.release(head.session_id)
+        worker.leave({head.session_id: True})
         branches.timed, text = (), (*PROMPT, *likeliest.assumed)
         branches.drawn.clear()
         ahead_until(worker, item, num_steps)

@@ -20,7 +20,7 @@ from draft_service.service import DraftService
 from outrider.foundation.clock import run_virtually
 from outrider.interfaces.engine import SequenceStep, take_stated_seconds
 from outrider.interfaces.request import GenerateRequest, RoundReport
-from outrider.replica.executors import InlineExecutor
+from outrider.replica.drivers import InlineDriver
 from outrider.speculation.sampling_params import Rule
 from target_service.service import TargetService
 from tests.support.coordinator_bench import Bench, tokens_of
@@ -60,8 +60,8 @@ class Rows(ToyEngine):
 
 
 def service_of(make: Any, engine: Rows, served: Any, max_num_seqs: int) -> Any:
-    executor = InlineExecutor(partial(take_stated_seconds, engine))
-    return make(served, executor, max_num_seqs=max_num_seqs)
+    driver = InlineDriver(partial(take_stated_seconds, engine))
+    return make(served, driver, max_num_seqs=max_num_seqs)
 
 
 async def fleet(target: Rows, draft: Rows, seats: int, look_ahead: int) -> Bench:

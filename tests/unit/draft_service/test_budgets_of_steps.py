@@ -19,7 +19,7 @@ from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from tests.support.draft_world import expected_proposal
 from tests.support.pages import check_pages
-from tests.support.rounds import Replica, make_head, session_name
+from tests.support.rounds import Replica, make_head, run_step, session_name
 from tests.support.toy_engine import ToyEngine
 
 PROMPT = (1, 2, 3)
@@ -135,7 +135,7 @@ class Interrupted:
         assert unfinished is Unfinished.CONTINUES
 
     def step(self, *items: DraftItem) -> list[Any]:
-        found = self.proposer.step(items)
+        found = run_step(self.proposer, items)
         check_pages(self.engine)
         return found
 
@@ -143,7 +143,7 @@ class Interrupted:
 def undisturbed() -> tuple[int, ...]:
     """The long proposal without another session."""
     proposer = Proposer(ModelDrafter(ToyEngine()), TokenBudget(512, 8))
-    [reply] = proposer.step([unbounded(LONG, 16)])
+    [reply] = run_step(proposer, [unbounded(LONG, 16)])
     return reply.proposal.token_ids
 
 
@@ -152,9 +152,8 @@ def test_a_draft_that_must_be_whole_ends_in_its_step() -> None:
     engine = ToyEngine(pass_s=PASS_S)
     proposer = Proposer(ModelDrafter(engine), TokenBudget(512, 8))
     over = DraftDeadline(2.5 * PASS_S, lambda: engine.stated_seconds)
-    whole, hurried = proposer.step(
-        [unbounded(LONG, 16, deadline=NO_DEADLINE), unbounded(SHORT, 8, deadline=over)]
-    )
+    items = (unbounded(LONG, 16, deadline=NO_DEADLINE), unbounded(SHORT, 8, deadline=over))
+    whole, hurried = run_step(proposer, items)
     assert len(whole.proposal) == 16
     assert hurried.out_of_time
 

@@ -23,7 +23,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service import verifier
 from tests.support.models import flat_module, tiny_eagle3, twin
-from tests.support.rounds import RULES, Replica, make_head, outcome_of, proposal_of_head
+from tests.support.rounds import RULES, Replica, make_head, outcome_of, proposal_of_head, run_step
 
 VOCAB, LENGTH = 24, 120
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -299,7 +299,7 @@ def interrupted(pair: Pair, text: Sequence[int]) -> tuple[DraftItem, list[int]]:
         deadline=DraftDeadline(1.0, lambda: next(times, 2.0)),
     )
     worker, name = pair.draft.service._worker, first.head.session_id
-    assert worker.step([first, hasty])[0] is Unfinished.CONTINUES
+    assert run_step(worker, [first, hasty])[0] is Unfinished.CONTINUES
     drafted = [*text, *worker._unfinished[name].draft.token_ids]
     assert pair.draft.engine.length(name) == len(drafted) - 1
     return first, drafted
@@ -309,7 +309,7 @@ async def test_an_unfinished_draft_goes_on_and_holds_no_guesses() -> None:
     async with running() as pair:
         expected = (await pair.propose(PROMPT, pair.features(PROMPT, 0), session=9)).proposal
         first, _ = interrupted(pair, PROMPT)
-        [found] = pair.draft.service._worker.step([first])
+        [found] = run_step(pair.draft.service._worker, [first])
         assert (found.proposal, found.cached_length) == (expected, len(PROMPT))
 
 
@@ -318,7 +318,7 @@ async def test_a_draft_that_is_given_up_leaves_no_slots_of_its_guesses() -> None
         _, text = interrupted(pair, PROMPT)
         pair.held[1] = len(PROMPT)
         again = pair.item([*text, 0], pair.features([*text, 0], len(PROMPT) - 1), round_index=1)
-        [found] = pair.draft.service._worker.step([again])
+        [found] = run_step(pair.draft.service._worker, [again])
         assert len(found.proposal) == 3
 
 

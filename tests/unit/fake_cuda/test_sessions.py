@@ -42,7 +42,7 @@ from target_service.verifier import Verifier
 from tests.support.constrained import CONSTRAINTS, grammar, grammars, hf_tokenizer
 from tests.support.fake_cuda import BACKEND, CUDA, VOCAB, DeviceWatch, fake_engine, to_device
 from tests.support.models import tiny_config, tiny_eagle3, tiny_module
-from tests.support.rounds import GREEDY, PENALISED, make_head
+from tests.support.rounds import GREEDY, PENALISED, make_head, run_step
 
 WARM = SamplingParams(temperature=0.8)
 FILTERED = SamplingParams(temperature=0.8, min_p=0.01, top_k=50, top_p=0.9)
@@ -116,7 +116,7 @@ def verdicts(
                 head(tokens, session, rule, sampling, held=held, round_index=held, **about)
                 for session in sessions
             ]
-            answers = worker.step([VerifyItem(one, encoded, **of) for one in heads])
+            answers = run_step(worker, [VerifyItem(one, encoded, **of) for one in heads])
             assert all(isinstance(answer, VerdictReply) for answer in answers), answers[0]
 
         step(0, EMPTY_ENCODED_PROPOSAL, prefix[:-1])
@@ -160,7 +160,7 @@ def drafts(
         ]
 
         def work() -> None:
-            answers = proposer(kind).step([DraftItem(one, 2) for one in heads])
+            answers = run_step(proposer(kind), [DraftItem(one, 2) for one in heads])
             assert all(isinstance(one, ProposalReply) for one in answers), answers[0]
             assert all(one.proposal.token_ids for one in answers)
 
@@ -178,7 +178,7 @@ def apart(num: int) -> Callable[[], None]:
         heads = [
             head(tokens, one, Rule.TOKEN, WARM, held=held, round_index=held) for one in sessions
         ]
-        answers = proposer("apart").step([DraftItem(one, 2, features=rows) for one in heads])
+        answers = run_step(proposer("apart"), [DraftItem(one, 2, features=rows) for one in heads])
         assert all(len(one.proposal.token_ids) == 2 for one in answers)
 
     propose((65, 66, 67), 0, 0)
@@ -195,7 +195,7 @@ def ahead(rule: Rule, sampling: SamplingParams) -> Case:
         def work() -> None:
             left, num_answers = items, 0
             while left:
-                answers: list[Answers] = proposer().step(left)
+                answers: list[Answers] = run_step(proposer(), left)
                 num_answers += sum(len(one.answers) for one in answers)
                 left = [item for item, one in zip(left, answers, strict=True) if one.more]
             assert num_answers > num

@@ -58,13 +58,12 @@ async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
     """The test has a process of its own, since the threads of a numeric library stay."""
     code = (
         "import os, threading, torch; torch.set_num_threads(3)\n"
-        "from outrider.replica.executors import ThreadExecutor\n"
+        "from outrider.replica.drivers import ThreadDriver\n"
         "from outrider.kernels.threads import start_workers\n"
-        "import asyncio\n"
         "found = []\n"
-        "executor = ThreadExecutor('step', lambda: 0.0)\n"
-        "executor.call(lambda: found.extend(start_workers()))\n"
-        "own = asyncio.run(executor.run(lambda: os.getpriority(os.PRIO_PROCESS, 0)))\n"
+        "driver = ThreadDriver('step', lambda: 0.0)\n"
+        "driver.call(lambda: found.extend(start_workers()))\n"
+        "own = driver.call(lambda: os.getpriority(os.PRIO_PROCESS, 0))\n"
         "print(own, *[os.getpriority(os.PRIO_PROCESS, t) for t in found])\n"
     )
     process = await asyncio.create_subprocess_exec(

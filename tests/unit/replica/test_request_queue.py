@@ -65,12 +65,19 @@ def test_a_session_that_ends_takes_its_requests_along() -> None:
     """Also those that a step did not finish."""
     queue = filled(work(1), work(2), work(1, 1), work(3))
     first, second = queue.take(0.0)[0]
-    assert set(queue.sessions) == {one.session_id for one in queue.waiting}
     queue.requeue([first, second])
-    assert names([*queue.drop(first.session_id)]) == [(1, 1), (1, 0)]
-    assert not queue.drop(first.session_id)
+    queue.drop(first.session_id)
+    queue.drop(first.session_id)
     assert names(queue.waiting) == [(2, 0), (3, 0)]
-    assert set(queue.sessions) == {one.session_id for one in queue.waiting}
+    assert queue.rows == [2, 2]
     queue.clear()
-    assert not queue.sessions
-    assert not queue.drop(second.session_id)
+    assert queue.rows == []
+
+
+def test_a_request_goes_before_those_that_arrived_later() -> None:
+    """The next round of a session is formed at the end of a step. Requests that came during the
+    step are received afterwards."""
+    formed, came = work(1, 1), work(2)
+    formed.arrived_at = 2.0
+    came.arrived_at = 1.0
+    assert names(filled(formed, came).waiting) == [(2, 0), (1, 1)]

@@ -16,17 +16,28 @@ class Watched:
     def __init__(self, may_compile: bool = False) -> None:
         self.step = ExpectedStep(4, 2, 0.0)
         self.told: list[tuple[str, float]] = []
+        self.since: float | None = None
         self.watch = StepWatch(
             lambda: self.step,
+            lambda: self.since,
             may_compile,
             lambda seconds: self.told.append(("late", seconds)),
             lambda seconds: self.told.append(("hung", seconds)),
         )
 
-    async def run(self, seconds: float) -> None:
+    def begin(self) -> None:
+        self.since = asyncio.get_running_loop().time()
         self.watch.begin()
+
+    def end(self) -> None:
+        assert self.since is not None
+        since, self.since = self.since, None
+        self.watch.note(since, asyncio.get_running_loop().time(), self.step)
+
+    async def run(self, seconds: float) -> None:
+        self.begin()
         await asyncio.sleep(seconds)
-        self.watch.end()
+        self.end()
 
 
 @pytest.fixture
@@ -45,9 +56,28 @@ async def test_a_step_is_late_once_and_hung_once(watched: Watched) -> None:
     assert [what for what, _ in watched.told] == ["late", "hung"]
     for (_, seconds), limit in zip(watched.told, (LATE_STEP_S, HUNG_STEP_S), strict=True):
         assert limit <= seconds <= limit + CHECK_PERIOD_S
-    await watched.run(0.05)
-    await watched.run(LATE_STEP_S + 2 * CHECK_PERIOD_S)
-    assert [what for what, _ in watched.told] == ["late", "hung", "late"]
+
+
+async def test_only_the_time_of_the_running_step_counts(watched: Watched) -> None:
+    """Also if the event loop hears of the end of a step only after the next step has begun."""
+    watched.begin()
+    await asyncio.sleep(0.9 * LATE_STEP_S)
+    first, ended_at = watched.since, asyncio.get_running_loop().time()
+    watched.begin()
+    await asyncio.sleep(0.9 * LATE_STEP_S)
+    assert first is not None
+    watched.watch.note(first, ended_at, watched.step)
+    assert watched.told == []
+    await asyncio.sleep(0.1 * LATE_STEP_S + CHECK_PERIOD_S)
+    assert [what for what, _ in watched.told] == ["late"]
+
+
+async def test_nothing_is_watched_while_no_step_can_run(watched: Watched) -> None:
+    await watched.run(1.0)
+    watched.watch.end()
+    watched.since = asyncio.get_running_loop().time()
+    await asyncio.sleep(2 * LATE_STEP_S)
+    assert watched.told == []
 
 
 async def test_steps_of_a_machine_that_became_slow_are_not_late_for_ever(watched: Watched) -> None:
@@ -78,10 +108,10 @@ async def test_the_longest_recent_step_counts_if_nothing_is_foretold(watched: Wa
 async def test_the_first_step_of_a_size_may_compile() -> None:
     """Sizes are rounded up to powers of two. Other sizes may need other kernels."""
     watched = Watched(may_compile=True)
-    watched.watch.begin()
+    watched.begin()
     await asyncio.sleep(FIRST_STEP_S - 1)
     assert watched.told == []
-    watched.watch.end()
+    watched.end()
     watched.step = ExpectedStep(3, 2, 0.01)
     await watched.run(HUNG_STEP_S + 1)
     assert [what for what, _ in watched.told] == ["late", "hung"]
@@ -102,12 +132,12 @@ async def test_time_in_which_the_loop_does_not_run_does_not_count(
     still."""
     loop = asyncio.get_running_loop()
     stood_s, real = 0.0, loop.time
-    watched.watch.begin()
+    watched.begin()
     monkeypatch.setattr(loop, "time", lambda: real() + stood_s)
     await asyncio.sleep(1.0)
     stood_s = 10 * HUNG_STEP_S
     await asyncio.sleep(LATE_STEP_S - 1.0 - COUNTED_S_MAX - CHECK_PERIOD_S)
-    watched.watch.end()
+    watched.end()
     assert watched.told == []
 
 
@@ -117,8 +147,8 @@ async def test_a_step_whose_process_stood_still_is_not_what_later_steps_may_take
     loop = asyncio.get_running_loop()
     stood_s, real = 0.0, loop.time
     monkeypatch.setattr(loop, "time", lambda: real() + stood_s)
-    watched.watch.begin()
+    watched.begin()
     stood_s = 10 * HUNG_STEP_S
-    watched.watch.end()
+    watched.end()
     await watched.run(HUNG_STEP_S + 2 * CHECK_PERIOD_S)
     assert [what for what, _ in watched.told] == ["late", "hung"]

@@ -24,7 +24,7 @@ from outrider.interfaces.messages import (
     VerifyItem,
 )
 from outrider.limits import GRAMMARS_MAX
-from outrider.replica.executors import InlineExecutor
+from outrider.replica.drivers import InlineDriver
 from outrider.replica.step_request import StepRequest
 from outrider.speculation.proposal import (
     EMPTY_ENCODED_PROPOSAL,
@@ -285,14 +285,13 @@ async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() 
             names.append(threading.current_thread().name)
             return super().compile(constraint)
 
-    class Held(InlineExecutor):
-        async def run(self, step: Callable[[], Any]) -> Any:
+    class Held(InlineDriver):
+        async def run(self, *step: Any) -> None:
             await free.wait()
-            return await super().run(step)
+            await super().run(*step)
 
     known = Grammars(lambda: Noting(hf_tokenizer(), (eos(),)))
-    target = Replica("target", engine(1), max_num_seqs=8, grammars=known)
-    target.service._executor = Held(lambda: 0.0)
+    target = Replica("target", engine(1), max_num_seqs=8, grammars=known, driver=Held(lambda: 0.0))
     number = GRAMMARS_MAX + 6
     heads = [
         head_of(PROMPT, session=session, constraint=Constraint.of_regex(f"[a-z]{{{session + 2}}}"))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch
 from outrider.errors import Overloaded
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import Refused, ReplyKey, Resync, VerifyAnswer, VerifyItem
-from outrider.replica.step_request import CANCELLED_CODE, AnswerSender
+from outrider.replica.step_loop import StepLoop
+from outrider.replica.step_request import CANCELLED_CODE, AnswerSender, StepRequest
 from outrider.speculation.proposal import EncodedProposal, Proposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from target_service.run_ahead import RunAheads
 from tests.support.rounds import Player, Replica, make_head, session_name
 from tests.support.toy_engine import ToyEngine
 
@@ -101,51 +104,6 @@ async def test_verdicts_wait_for_others_during_the_stream_interval(
     await setting.close()
 
 
-@pytest.mark.parametrize(
-    ("interval_ms", "is_timed", "expected"),
-    [(0, False, [1] * 10), (40, False, [1, 2, 2, 2, 2, 1]), (40, True, [1] * 10)],
-)
-async def test_two_rounds_share_a_hand_over_within_the_stream_interval(
-    interval_ms: int, is_timed: bool, expected: list[int]
-) -> None:
-    """The tokens are the same. The first round runs alone, because the coordinator waits for it,
-    and so does the last one, in which the coordinator asks for more."""
-    wanted = await plain_tokens(10)
-    setting = Replica("target", ToyEngine(), stream_interval_ms=interval_ms, is_timed=is_timed)
-    runs: list[int] = []
-    run = setting.service._executor.run
-
-    async def count(step: Any) -> Any:
-        before = len(setting.engine.batches)
-        result = await run(step)
-        runs.append(len(setting.engine.batches) - before)
-        return result
-
-    setting.service._executor.run = count
-    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 9))
-    answers = [answer for frame in frames for answer in frame]
-    assert own_tokens(answers) == dict(enumerate(wanted[3:]))
-    assert [num for num in runs if num] == expected
-    await setting.close()
-
-
-async def test_a_second_round_follows_no_end_of_text() -> None:
-    """The text ends in round 3, which is the first round of a step. Its verdict is sent before
-    another round runs."""
-    wanted = await plain_tokens(7)
-    assert wanted[6] not in wanted[3:6]
-    setting = Replica("target", ToyEngine(eos_token_ids=(wanted[6],)), is_timed=False)
-    sent: list[tuple[int, int]] = []
-    connection = setting.service.connect(
-        lambda answers: sent.append((answers[-1].key.round, len(setting.engine.batches)))
-    )
-    connection.receive([ask_round(PROMPT, 0, 0, 9)])
-    await setting.settle()
-    assert (3, 4) in sent
-    connection.close()
-    await setting.close()
-
-
 async def test_no_verdict_waits_after_a_step_that_is_longer_than_the_stream_interval() -> None:
     """A prompt of 200 tokens takes four steps of 64 tokens, each of 50 ms. Later steps take 10."""
 
@@ -200,7 +158,7 @@ async def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session()
     outlet.hold([refused(1, "first")], HELD_S)
     await asyncio.sleep(0.01)
     outlet.hold([refused(1, "second"), refused(2, "second's")], HELD_S)
-    outlet.flush(session_name(2))
+    outlet.send([refused(2, "last")])
     await asyncio.sleep(0.99)
     outlet.hold([refused(1, "third"), refused(2, "third's")], HELD_S)
     outlet.send([refused(1, "fourth")])
@@ -209,7 +167,7 @@ async def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session()
     outlet.send([again])
     await asyncio.sleep(1)
     assert sent == [
-        (0.01, ["second's"]),
+        (0.01, ["second's", "last"]),
         (HELD_S, ["first", "second"]),
         (1.0, ["third", "fourth"]),
         (1.0, ["fifth"]),
@@ -236,7 +194,7 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replic
 async def test_too_many_sessions_drop_the_one_asked_for_least_recently(
     setting: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("target_service.service.SEQUENCES_PER_REPLICA_MAX", 2)
+    monkeypatch.setattr("target_service.run_ahead.SEQUENCES_PER_REPLICA_MAX", 2)
 
     async def ask(session: int) -> int:
         """How many rounds the target runs for this question."""
@@ -300,12 +258,12 @@ async def test_a_release_refuses_the_round_that_waits(setting: Replica) -> None:
 
 
 @pytest.mark.parametrize("is_released", [True, False])
-async def test_a_session_that_stops_during_its_step_is_refused_this_round(
+async def test_a_session_that_stops_during_its_step_is_refused_its_round(
     setting: Replica, monkeypatch: pytest.MonkeyPatch, is_released: bool
 ) -> None:
     """Because it is released, or because it has run ahead the longest and others run ahead, too.
-    In the second case its coordinator asks again."""
-    monkeypatch.setattr("target_service.service.SEQUENCES_PER_REPLICA_MAX", 2)
+    In the second case, the running step still counts, and its coordinator asks again."""
+    monkeypatch.setattr("target_service.run_ahead.SEQUENCES_PER_REPLICA_MAX", 2)
     frames: list[VerifyAnswer] = []
     connection = setting.service.connect(frames.extend)
 
@@ -326,9 +284,21 @@ async def test_a_session_that_stops_during_its_step_is_refused_this_round(
     ask(1)
     await setting.settle()
     mine = [answer for answer in frames if answer.key.session_id == session_name(1)]
-    assert [answer.key.round for answer in mine] == [0, 1]
-    assert mine[1].code == (CANCELLED_CODE if is_released else Overloaded.grpc_code)
+    assert [answer.key.round for answer in mine] == ([0, 1] if is_released else [0, 1, 2])
+    assert mine[-1].code == (CANCELLED_CODE if is_released else Overloaded.grpc_code)
     connection.close()
+
+
+def test_a_round_that_waits_is_answered_over_the_newest_connection() -> None:
+    old, new = AnswerSender(lambda _: None), AnswerSender(lambda _: None)
+    first = StepRequest(ask_round(PROMPT, 0, 0, 4), old, 0.0, 1.0)
+    again = StepRequest(ask_round(PROMPT, 0, 0, 4), new, 0.5, 2.0)
+    steps = StepLoop[VerifyItem, Any](Mock(), 8)
+    runs = RunAheads(64, (), HELD_S)
+    for work in (first, again):
+        runs.arrived(work, steps)
+    assert steps.queue.waiting == [first]
+    assert first.sender is new
 
 
 async def test_it_stops_at_the_models_length() -> None:

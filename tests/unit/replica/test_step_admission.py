@@ -8,9 +8,9 @@ import pytest
 from outrider.interfaces.engine import SequenceStep
 from outrider.interfaces.messages import Resync
 from outrider.interfaces.step_costs import StepCosts
+from outrider.replica.admission import Admission, Admitted, SlotDemand
 from outrider.replica.step_request import Unfinished
 from outrider.replica.token_budget import TokenBudget
-from outrider.replica.worker import Admitted, SlotDemand, StepWorker
 from tests.support.pages import check_pages
 from tests.support.rounds import make_head, session_name
 from tests.support.toy_engine import ToyEngine
@@ -25,8 +25,8 @@ class Setting:
         self, num_pages: int, max_tokens: int = 512, costs: StepCosts | None = None
     ) -> None:
         self.engine = ToyEngine(num_pages=num_pages)
-        self.admissions = StepWorker(self.engine, TokenBudget(max_tokens, 64, costs))
-        self.table = self.admissions._table
+        self.admission = Admission(self.engine, TokenBudget(max_tokens, 64, costs))
+        self.table = self.admission._table
 
     def demand(self, session: int, length: int, base: int = 0, extra: int = 0) -> SlotDemand:
         """Demand of a session whose tokens differ from those of all others."""
@@ -35,7 +35,7 @@ class Setting:
 
     def step(self, *demands: SlotDemand) -> list[Any]:
         """Runs what is admitted; per demand its number of tokens run, or its answer."""
-        admissions = self.admissions.admit(demands)
+        admissions = self.admission.choose(demands)
         steps = {
             index: SequenceStep(
                 demands[index].head.session_id, found.aligned.new_tokens[: found.num_granted], 0
@@ -59,7 +59,7 @@ def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
     assert at.step(at.demand(1, 8), at.demand(2, 4), at.demand(3, 4)) == [8, 4, 4]
     assert at.step(at.demand(3, 5, base=4), at.demand(1, 9, base=8)) == [WAITS, 1]
     assert at.held(1, 2, 3) == [9, 4, 0]
-    assert at.admissions.figures.num_preemptions == 1
+    assert at.admission.figures.num_preemptions == 1
 
 
 def test_a_tenant_gets_pages_though_older_sessions_of_another_hold_all() -> None:
@@ -94,10 +94,10 @@ def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyP
 def test_an_item_takes_what_it_can_run(num_pages: int, is_whole: bool | None) -> None:
     at = Setting(num_pages, max_tokens=64)
     at.step(at.demand(1, 4), at.demand(2, 4))
-    (found,) = at.admissions.admit([at.demand(1, 100, base=4)._replace(reach=6)])
+    (found,) = at.admission.choose([at.demand(1, 100, base=4)._replace(reach=6)])
     assert found is WAITS if is_whole is None else found.is_whole
     assert at.held(1, 2) == [4, 4]
-    assert at.admissions.figures.num_prefill_chunks == 0
+    assert at.admission.figures.num_prefill_chunks == 0
 
 
 def test_a_lost_session_is_told_only_when_it_fits_again() -> None:

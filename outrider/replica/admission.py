@@ -1,4 +1,4 @@
-"""What the workers of draft and target share: sessions, admission, and one answer for each item.
+"""Admission: which items of a step run, and with how many tokens. Draft and target share it.
 
 An item is one round of a session. Pages (of keys and values) and the number of tokens in a step are
 limited. So an item may have to wait, or run with only some of its tokens. In each step:
@@ -15,9 +15,10 @@ A session in the step loses pages only to sessions with earlier turns. So a tena
 always continues if the oldest sessions of all tenants fit, and the first of these always continues.
 In time every session becomes the oldest of its tenant."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.errors import EngineLost, Incompatible, InvariantError, OutriderError
@@ -27,8 +28,7 @@ from outrider.grammar.token_mask import AllowedTokens
 from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.interfaces.messages import Resync, RoundHead
 from outrider.kv_cache.session_table import Aligned, SessionTable
-from outrider.replica.step_request import StepFigures, Unfinished, refusal
-from outrider.replica.step_watch import ExpectedStep
+from outrider.replica.step_request import Item, StepAnswer, StepFigures, Unfinished, refusal
 from outrider.replica.token_budget import TokenBudget, TokenDemand
 from outrider.speculation.logits_processing import allowed_by_min_tokens
 from outrider.speculation.random_streams import RoundNoise
@@ -64,42 +64,64 @@ class Admitted(NamedTuple):
         return self.num_granted == len(self.aligned.new_tokens)
 
 
-Admission = Admitted | Resync | Unfinished | OutriderError
+_Result = Admitted | Resync | Unfinished | OutriderError
 _Alignment = Aligned | Resync | Unfinished | OutriderError
 
 
-class Work:
-    """An item in a step. Subclasses have an attribute `demand` of the type `SlotDemand`."""
+class Work(ABC, Generic[Item]):
+    """An item in a step."""
 
-    answer: Any = None
+    answer: StepAnswer | None = None
     sampling: SamplingParams
 
-    def __init__(self, item: Any) -> None:
+    def __init__(self, item: Item) -> None:
         self.item = item
 
     @property
     def head(self) -> RoundHead:
-        return self.item.head  # type: ignore[no-any-return]
+        return self.item.head
+
+    @property
+    def result(self) -> StepAnswer:
+        """The answer after the step."""
+        if self.answer is None:
+            raise InvariantError("a step has left an item without an answer")
+        return self.answer
+
+    @property
+    @abstractmethod
+    def demand(self) -> SlotDemand:
+        """The slots that the item needs."""
 
 
-class StepWorker:
-    """Runs the steps of a replica over one engine. All methods but `note_seconds` and `expected`
-    run on the executor."""
+W = TypeVar("W", bound=Work[Any])
+Found = TypeVar("Found")
+
+
+class Admission:
+    """The sessions of one engine, and the admission of their items."""
 
     def __init__(
-        self, engine: Engine, budget: TokenBudget, grammars: Grammars | None = None
+        self,
+        engine: Engine,
+        budget: TokenBudget,
+        grammars: Grammars | None = None,
+        free_unneeded_pages: Callable[[], None] = lambda: None,
+        forget: Callable[[str], None] = lambda session_id: None,
     ) -> None:
+        """`free_unneeded_pages` frees pages that no waiting item needs, before a session would lose
+        its pages. `forget` drops what the role keeps of a session whose slots are freed."""
         self._engine = engine
-        self.grammars = grammars
+        self._free_unneeded_pages, self._forget = free_unneeded_pages, forget
         self._matchers = None if grammars is None else Matchers(grammars)
         self._table = SessionTable(engine)
         self._budget = budget
         self.figures = StepFigures(engine.page_counts())
-        self._num_slots = self.figures.pages.num_slots
+        self.num_slots = self.figures.pages.num_slots
         self._decoding: list[str] = []  # the sessions of the last step that ran rounds
 
-    def admit(self, demands: Sequence[SlotDemand], num_carried: int = 0) -> list[Admission]:
-        """Decides which items run. The items are of distinct sessions, and in order of arrival. The
+    def choose(self, demands: Sequence[SlotDemand], num_carried: int = 0) -> list[_Result]:
+        """Chooses the items that run. They are of distinct sessions, and in order of arrival. The
         step also continues `num_carried` items of earlier steps. Returns a result for each item:
 
             Admitted      The item runs.
@@ -121,14 +143,11 @@ class StepWorker:
             self._free_unneeded_pages()
             if not self._engine.can_hold(steps):
                 self._place(demands, alignments, wholes)
-        admissions = self._grant(demands, alignments, num_carried)
-        for name, admission in zip(names, admissions, strict=True):
-            if name in new and not isinstance(admission, Admitted):
+        results = self._grant(demands, alignments, num_carried)
+        for name, result in zip(names, results, strict=True):
+            if name in new and not isinstance(result, Admitted):
                 self._engine.release(name)  # The next step may find a longer cached prefix.
-        return admissions
-
-    def _free_unneeded_pages(self) -> None:
-        """Frees pages that no waiting item needs."""
+        return results
 
     def _whole(self, demand: SlotDemand) -> SequenceStep:
         """Returns a step with all tokens that the item can run now. If the item needs more
@@ -136,10 +155,10 @@ class StepWorker:
         name = demand.head.session_id
         num_held = self._engine.length(name)
         length = demand.head.committed_length + demand.num_extra
-        length = max(length, min(length + demand.num_reserved, self._num_slots))
-        if demand.reach is not None and length <= self._num_slots:
+        length = max(length, min(length + demand.num_reserved, self.num_slots))
+        if demand.reach is not None and length <= self.num_slots:
             length = demand.reach
-        num = min(max(1, length - num_held), self._num_slots + 1)
+        num = min(max(1, length - num_held), self.num_slots + 1)
         return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(
@@ -193,7 +212,7 @@ class StepWorker:
 
     def _grant(
         self, demands: Sequence[SlotDemand], alignments: Sequence[_Alignment], num_carried: int
-    ) -> list[Admission]:
+    ) -> list[_Result]:
         if not any(map(self._engine.length, self._decoding)):
             self._budget.expect_no_rounds()
         aligned = {i: entry for i, entry in enumerate(alignments) if isinstance(entry, Aligned)}
@@ -205,86 +224,48 @@ class StepWorker:
             if demand.is_round and granted
         ]
         self._decoding = rounds or self._decoding
-        admissions: list[Any] = [*alignments]
+        results: dict[int, _Result] = {}
         for index, token_demand, granted in zip(aligned, wanted, grants, strict=True):
             if granted == 0:
-                admissions[index] = Unfinished.CONTINUES
+                results[index] = Unfinished.CONTINUES
                 continue
             entry, is_whole = aligned[index], granted == token_demand.num_tokens
             self.figures.num_prefill_chunks += not is_whole
-            admissions[index] = Admitted(entry, len(entry.new_tokens) if is_whole else granted)
-        return admissions
+            results[index] = Admitted(entry, len(entry.new_tokens) if is_whole else granted)
+        return [
+            results[index] if isinstance(entry, Aligned) else entry
+            for index, entry in enumerate(alignments)
+        ]
 
-    def step(self, items: Sequence[Any]) -> list[Any]:
-        """Runs a step. The items are of distinct sessions, and in order of arrival. Returns an
-        answer, an `Answers` or an `Unfinished` for each item. If an item causes an error, only this
-        item gets `Refused`. Raises `EngineLost` if no more steps can run."""
-        raise NotImplementedError
-
-    def note_seconds(self, seconds: float) -> None:
-        """Notes the time of the last step that ran items. Called on the executor, or on the event
-        loop between steps."""
-        self._budget.note_seconds(seconds)
-
-    def expected(self) -> ExpectedStep:
-        """Returns what is expected of the running step. Until the step has chosen its items, this
-        describes the step before. Any thread may call this."""
-        return self._budget.expected
-
-    def leave(self, session_ids: Mapping[str, bool]) -> None:
-        """Frees the slots of sessions. Forgets a session if it is over (value True). The other
-        sessions keep their age. Filled pages stay in the cache until other sessions need pages."""
-        for session_id, is_over in session_ids.items():
-            if is_over:
-                self.release(session_id)
-            else:
-                self._forget(session_id)
-                self._engine.release(session_id)
-        self._note_figures()
-
-    def release(self, session_id: str) -> None:
-        """Forgets a session and frees its slots."""
-        self._forget(session_id)
-        self._table.release(session_id)
-        if self._matchers is not None:
-            self._matchers.release(session_id)
-
-    def _forget(self, session_id: str) -> None:
-        """Drops the data that a subclass keeps about a session."""
-
-    def _note_figures(self) -> None:
-        self.figures.pages = self._engine.page_counts()
-
-    def _admit(self, works: Sequence[Any], num_carried: int = 0) -> None:
-        """Calls `_prepare` for items that are admitted (see `admit`), and answers the others."""
+    def admit(
+        self,
+        works: Sequence[W],
+        validate: Callable[[W], None],
+        prepare: Callable[[W, Admitted], None],
+        num_carried: int = 0,
+    ) -> None:
+        """Calls `prepare` for the works that `choose` admits, and answers the others. `validate`
+        and `prepare` raise the error with which an item must be refused."""
         for work in works:
             try:
                 work.sampling = work.head.params()
-                self._validate(work)
+                validate(work)
             except OutriderError as error:
                 work.answer = refusal(work.head.key, error)
         valid = [work for work in works if work.answer is None]
-        admissions = self.admit([work.demand for work in valid], num_carried)
-        for work, admission in zip(valid, admissions, strict=True):
-            if isinstance(admission, Admitted):
+        results = self.choose([work.demand for work in valid], num_carried)
+        for work, result in zip(valid, results, strict=True):
+            if isinstance(result, Admitted):
                 try:
-                    self._prepare(work, admission)
+                    prepare(work, result)
                 except OutriderError as error:
-                    self._fail(work, error)
-            elif isinstance(admission, OutriderError):
-                work.answer = refusal(work.head.key, admission)
+                    self.fail(work, error)
+            elif isinstance(result, OutriderError):
+                work.answer = refusal(work.head.key, result)
             else:
-                work.answer = admission
+                work.answer = result
 
-    def _validate(self, work: Any) -> None:
-        """Raises an error if the item must be refused."""
-
-    def _prepare(self, work: Any, admitted: Admitted) -> None:
-        """Prepares an admitted item for the pass, or answers it. Raises the error with which the
-        item is refused."""
-        raise NotImplementedError
-
-    def _allowed(self, head: RoundHead, aligned: Aligned) -> AllowedTokens | None:
+    def allowed(self, head: RoundHead, aligned: Aligned) -> AllowedTokens | None:
         """Returns the tokens that may follow the committed tokens; None = all tokens. Raises
         `Incompatible` for a constraint that this replica cannot apply."""
         if head.constraint is None:
@@ -297,38 +278,52 @@ class StepWorker:
         completion = aligned.committed[head.prompt_length :]
         return self._matchers.allowed_tokens(head.session_id, head.compiled, completion)
 
-    def _run(self, works: Sequence[Any]) -> None:
-        """Runs one pass for all items. After an error, runs each item alone, so that only the item
-        that causes the error fails. Raises `EngineLost`."""
+    def passes(
+        self,
+        works: Sequence[W],
+        run: Callable[[Sequence[W]], Found],
+        undo: Callable[[W], None] = lambda work: None,
+    ) -> Iterator[tuple[Sequence[W], Found]]:
+        """Calls `run` for all works, and yields them with the result. After an error, calls `run`
+        for each work alone, so that only the work that causes the error fails. Before that, `undo`
+        restores its session. Raises `EngineLost`."""
         if not works:
             return
         try:
-            results = self._pass(works)
+            found = run(works)
         except EngineLost:
             raise
         except OutriderError as error:
             if len(works) == 1:
-                self._fail(works[0], error)
+                self.fail(works[0], error)
                 return
             for work in works:
-                self._undo(work)
-                self._run([work])
+                undo(work)
+                yield from self.passes([work], run, undo)
         else:
-            self._finish(works, results)
+            yield works, found
 
-    def _pass(self, works: Sequence[Any]) -> Sequence[Any]:
-        raise NotImplementedError
-
-    def _undo(self, work: Any) -> None:
-        """Restores a session after a failed pass."""
-
-    def _finish(self, works: Sequence[Any], results: Sequence[Any]) -> None:
-        raise NotImplementedError
-
-    def _fail(self, work: Any, error: OutriderError) -> None:
+    def fail(self, work: W, error: OutriderError) -> None:
         """Refuses an item, and forgets its session, whose state may be wrong after the error."""
-        self.release(work.head.session_id)
+        self.leave({work.head.session_id: True})
         work.answer = refusal(work.head.key, error)
+
+    def leave(self, session_ids: Mapping[str, bool]) -> None:
+        """Frees the slots of sessions. Forgets a session if it is over (value True). The other
+        sessions keep their age. Filled pages stay in the cache until other sessions need pages."""
+        for session_id, is_over in session_ids.items():
+            self._forget(session_id)
+            if not is_over:
+                self._engine.release(session_id)
+                continue
+            self._table.release(session_id)
+            if self._matchers is not None:
+                self._matchers.release(session_id)
+        self.note_pages()
+
+    def note_pages(self) -> None:
+        """Must be called after each step."""
+        self.figures.pages = self._engine.page_counts()
 
 
 def _align(table: SessionTable, head: RoundHead) -> _Alignment:
