@@ -109,44 +109,60 @@ class ThreadDriver:
         if any. Must be called once, on the event loop."""
         loop = asyncio.get_running_loop()
         inbox = SimpleQueue[Message[Item] | None]()
+        outcomes = deque[Outcome[Item]]()
+
+        def hear_all() -> None:
+            while outcomes:
+                hear(outcomes.popleft())
+
+        def end(failure: Exception | None) -> None:
+            hear_all()
+            ended(failure)
 
         def run() -> None:
             failure = None
             try:
                 while not self._is_stopping:
-                    self._turn(steps, inbox, loop, hear)
+                    _receive(inbox, steps, loop.time)
+                    if not self._is_stopping:
+                        self._step(steps, outcomes, loop.time, notify)
             except Exception as error:  # noqa: BLE001 - the event loop handles it
                 failure = error
             with suppress(RuntimeError):  # The event loop may be closed by now.
-                loop.call_soon_threadsafe(ended, failure)
+                loop.call_soon_threadsafe(end, failure)
 
+        notify = partial(loop.call_soon_threadsafe, hear_all)
         self._tasks.put(run)
         self._wake = partial(inbox.put, None)
         return inbox.put
 
-    def _turn(
+    def _step(
         self,
         steps: StepLoop[Item, Prepared],
-        inbox: SimpleQueue[Message[Item] | None],
-        loop: asyncio.AbstractEventLoop,
-        hear: Callable[[Outcome[Item]], None],
+        outcomes: deque[Outcome[Item]],
+        clock: Callable[[], float],
+        notify: Callable[[], object],
     ) -> None:
-        _receive(inbox, steps, loop.time)
-        if self._is_stopping:
-            return
-        self.running_since = now = loop.time()
+        """Runs one turn of the loop, and adds its outcome to `outcomes`."""
+        self.running_since = now = clock()
         step = steps.schedule(now)
+        if outcomes:
+            # The event loop sends the last step's answers while this step runs. Otherwise the two
+            # would contend for the interpreter while the engine stands still.
+            notify()
         if step.works:
             start = time.perf_counter()
             steps.run(step)
             missing = self._stated_seconds() - (time.perf_counter() - start)
             if missing > 0:
                 time.sleep(missing)
-        outcome = steps.postprocess(step, loop.time())
+        outcome = steps.postprocess(step, clock())
         self.running_since = None
         if outcome is not None:
-            loop.call_soon_threadsafe(hear, outcome)
+            outcomes.append(outcome)
             self._is_stopping |= isinstance(outcome.failure, EngineLost)
+            if steps.due_at > clock():
+                notify()
 
     def stop(self, *, at_once: bool = False) -> None:
         """Runs no step after the running one. A step that hangs is left to itself (`at_once`)."""

@@ -114,21 +114,39 @@ async def test_answers_leave_when_the_stated_time_is_over() -> None:
     await office.service.close()
 
 
+class Series(Continuation[DraftItem]):
+    """Twenty rounds of a session, each of which follows from the round before."""
+
+    def answered(
+        self, work: StepRequest[DraftItem], answer: RoundAnswer | None, now: float
+    ) -> tuple[StepRequest[DraftItem] | None, float]:
+        index = work.item.head.round + 1
+        if index == 20:
+            return None, 0.0
+        item = DraftItem(make_head((1, 2), session=1, round_index=index), 2)
+        return StepRequest(item, work.sender, now, work.expires_at), 0.0
+
+
+async def test_answers_are_sent_while_the_next_step_runs() -> None:
+    office, num_sent = Office(continuation=Series()), list[int]()
+
+    def wait() -> None:
+        until = time.monotonic() + PATIENCE_S
+        while len(office.answers) < len(num_sent) and time.monotonic() < until:
+            time.sleep(0.001)
+        num_sent.append(len(office.answers))
+
+    office.worker.during_step = wait
+    office.send(1)
+    await office.drained()
+    assert num_sent == [*range(20)]
+    await office.service.close()
+
+
 async def test_steps_go_on_while_the_event_loop_is_busy() -> None:
     """The loop handles nothing. Its thread runs all the rounds that follow from each other
     meanwhile."""
-
-    class Endless(Continuation[DraftItem]):
-        def answered(
-            self, work: StepRequest[DraftItem], answer: RoundAnswer | None, now: float
-        ) -> tuple[StepRequest[DraftItem] | None, float]:
-            index = work.item.head.round + 1
-            if index == 20:
-                return None, 0.0
-            item = DraftItem(make_head((1, 2), session=1, round_index=index), 2)
-            return StepRequest(item, work.sender, now, work.expires_at), 0.0
-
-    office = Office(lambda: 0.005, continuation=Endless())
+    office = Office(lambda: 0.005, continuation=Series())
     office.send(1)
     until = time.monotonic() + PATIENCE_S
     while len(office.worker.steps) < 20 and time.monotonic() < until:
