@@ -206,13 +206,18 @@ async def test_tokens_count_after_the_client_has_gone() -> None:
     assert 1 <= sums.num_tokens < 40
 
 
-async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_found() -> None:
+async def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running(AuditedBench()) as bench:
-        ended = asyncio.create_task(bench.audit(REQUEST))
-        while not bench.heard.sums:
-            await asyncio.sleep(0.0001)
-        bench.engine.poisoned |= bench.service._sessions.scored_ids
-        await ended
+        note = bench.heard.audited
+
+        def fail_next(rule: str, sums: AuditSums) -> None:
+            note(rule, sums)
+            bench.engine.poisoned |= bench.service._sessions.scored_ids
+
+        monkeypatch.setattr(bench.heard, "audited", fail_next)
+        await bench.audit(REQUEST)
         assert bench.service._sessions.scored_ids == set()
     assert bench.heard.outcomes == ["failed"]
     assert bench.heard.sums["coupled"].num_tokens == NUM_DRAFT_TOKENS_MAX
