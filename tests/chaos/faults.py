@@ -199,7 +199,11 @@ class Adversary:
 
     def _roles_without(self, node: int, serving: Sequence[ReplicaView]) -> set[Role]:
         lost = set(self._machines.processes(node))
-        return {one.role for one in serving if lost.isdisjoint(place.pid for place in one.places)}
+        return {
+            one.role
+            for one in serving
+            if lost.isdisjoint(location.pid for location in one.locations)
+        }
 
     async def _do(self, fault: Fault) -> None:
         if (fault.kind, fault.role) == NOTHING:
@@ -229,7 +233,7 @@ class Adversary:
         redis = self._machines.redis
         pid, address = redis.primary.pid, redis.primary_address
         if isinstance(one, ReplicaView):
-            fault.replica, pid, address = one.name, one.places[0].pid, one.address
+            fault.replica, pid, address = one.name, one.locations[0].pid, one.address
         elif fault.role == RECONCILER:
             pid = await self._reconciler_pid()
         if fault.kind == "cut":
@@ -269,7 +273,9 @@ class Adversary:
         would take the spare."""
         await _until(
             lambda: pids.isdisjoint(
-                place.pid for one in self._deployment.overview.replicas for place in one.places
+                location.pid
+                for one in self._deployment.overview.replicas
+                for location in one.locations
             )
         )
 
