@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,17 @@ from outrider.grammar.compiler import Grammars
 from outrider.interfaces.messages import DraftItem, ProposalReply
 from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import BATCHED_TOKENS_DEFAULT
-from outrider.replica.admission import Admission, Admitted, SlotDemand, Work, draft_request
+from outrider.replica.admission import (
+    Admission,
+    Admitted,
+    EngineWorker,
+    SlotDemand,
+    Work,
+    draft_request,
+)
 from outrider.replica.drivers import StepDriver
 from outrider.replica.service import SteppedService, describe_model
-from outrider.replica.step_loop import StepLoop, Worker
+from outrider.replica.step_loop import StepLoop
 from outrider.replica.step_request import (
     Answers,
     AnswerSender,
@@ -28,7 +35,6 @@ from outrider.replica.step_request import (
     Unfinished,
     undrawn,
 )
-from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 
@@ -108,7 +114,7 @@ class _Drafting(Work[DraftItem]):
         return SlotDemand(item.head, num_extra, num_rows, takes_idle=item.must_be_whole)
 
 
-class Proposer(Worker[DraftItem, _Drafting]):
+class Proposer(EngineWorker[DraftItem, _Drafting]):
     """Drafts for the items of a step. A session without pages gets an empty proposal. The output
     stays exact, because the lack of pages does not depend on the values of tokens. But it may
     depend on the tokens of a session with the same seed. So an item that must be whole waits for
@@ -118,14 +124,11 @@ class Proposer(Worker[DraftItem, _Drafting]):
         self, drafter: ModelDrafter, budget: TokenBudget, grammars: Grammars | None = None
     ) -> None:
         """Without `grammars`, drafts ignore constraints. The target then rejects more tokens."""
-        self._engine, self._budget = drafter.engine, budget
-        self._drafter = drafter
-        self._look_ahead = LookAhead(drafter, budget.max_steps)
+        engine, look_ahead = drafter.engine, LookAhead(drafter, budget.max_steps)
+        admission = Admission(engine, budget, grammars, look_ahead.drop_drafts, self._forget)
+        super().__init__(budget, admission)
+        self._engine, self._drafter, self._look_ahead = engine, drafter, look_ahead
         self._unfinished: dict[str, _Drafting] = {}  # by session; a later step continues them
-        self._admission = Admission(
-            drafter.engine, budget, grammars, self._look_ahead.drop_drafts, self._forget
-        )
-        self.figures = self._admission.figures
 
     def looks_ahead(self, item: DraftItem) -> bool:
         """Whether the draft looks ahead for the item's session. Any thread may call this."""
@@ -156,15 +159,6 @@ class Proposer(Worker[DraftItem, _Drafting]):
                 work.answer = answers
         self._admission.note_pages()
         return [work.result for work in prepared]
-
-    def leave(self, session_ids: Mapping[str, bool]) -> None:
-        self._admission.leave(session_ids)
-
-    def note_seconds(self, seconds: float) -> None:
-        self._budget.note_seconds(seconds)
-
-    def expected(self) -> ExpectedStep:
-        return self._budget.expected
 
     def _work(self, item: DraftItem) -> _Drafting:
         name = item.head.session_id

@@ -9,7 +9,7 @@ compute the verdict, on the device of the logits        `Refused`
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,10 +28,15 @@ from outrider.interfaces.messages import PositionLogprobs, VerdictReply, VerifyI
 from outrider.kernels.threads import on_threads
 from outrider.limits import FEATURES_STEP_BYTES_MAX
 from outrider.models.draft_head import LoadedDraftHead
-from outrider.replica.admission import Admission, Admitted, SlotDemand, Work, draft_request
-from outrider.replica.step_loop import Worker
+from outrider.replica.admission import (
+    Admission,
+    Admitted,
+    EngineWorker,
+    SlotDemand,
+    Work,
+    draft_request,
+)
 from outrider.replica.step_request import StepAnswer, Unfinished
-from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_before
 from outrider.speculation.audit import audit
@@ -170,7 +175,7 @@ class SelfDrafter:
         self._sampler.draw(drafts, torch.split(self._head.logits(hidden), 1))
 
 
-class Verifier(Worker[VerifyItem, _Round]):
+class Verifier(EngineWorker[VerifyItem, _Round]):
     """Runs the steps of a target. See `TargetService` for the parameters."""
 
     def __init__(
@@ -181,9 +186,8 @@ class Verifier(Worker[VerifyItem, _Round]):
         clock: Callable[[], float],
         grammars: Grammars | None,
     ) -> None:
-        self._engine, self._budget = engine, budget
-        self._admission = Admission(engine, budget, grammars)
-        self.figures = self._admission.figures
+        super().__init__(budget, Admission(engine, budget, grammars))
+        self._engine = engine
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.keeper: FeatureKeeper | None = None  # the engine, if it keeps features for drafts
         if isinstance(engine, FeatureKeeper) and engine.feature_width:
@@ -202,15 +206,6 @@ class Verifier(Worker[VerifyItem, _Round]):
                 self._finish(rounds, logits)
         self._admission.note_pages()
         return [work.result for work in prepared]
-
-    def leave(self, session_ids: Mapping[str, bool]) -> None:
-        self._admission.leave(session_ids)
-
-    def note_seconds(self, seconds: float) -> None:
-        self._budget.note_seconds(seconds)
-
-    def expected(self) -> ExpectedStep:
-        return self._budget.expected
 
     def _validate(self, work: _Round) -> None:
         info, item, head = self._engine.info, work.item, work.head

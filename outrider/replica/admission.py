@@ -28,7 +28,9 @@ from outrider.grammar.token_mask import AllowedTokens
 from outrider.interfaces.engine import Engine, SequenceStep
 from outrider.interfaces.messages import Resync, RoundHead
 from outrider.kv_cache.session_table import Aligned, SessionTable
+from outrider.replica.step_loop import Prepared, Worker
 from outrider.replica.step_request import Item, StepAnswer, StepFigures, Unfinished, refusal
+from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget, TokenDemand
 from outrider.speculation.logits_processing import allowed_by_min_tokens
 from outrider.speculation.random_streams import RoundNoise
@@ -324,6 +326,23 @@ class Admission:
     def note_pages(self) -> None:
         """Must be called after each step."""
         self.figures.pages = self._engine.page_counts()
+
+
+class EngineWorker(Worker[Item, Prepared]):
+    """A worker whose sessions an `Admission` keeps."""
+
+    def __init__(self, budget: TokenBudget, admission: Admission) -> None:
+        self._budget, self._admission = budget, admission
+        self.figures = admission.figures
+
+    def leave(self, session_ids: Mapping[str, bool]) -> None:
+        self._admission.leave(session_ids)
+
+    def note_seconds(self, seconds: float) -> None:
+        self._budget.note_seconds(seconds)
+
+    def expected(self) -> ExpectedStep:
+        return self._budget.expected
 
 
 def _align(table: SessionTable, head: RoundHead) -> _Alignment:
