@@ -73,7 +73,7 @@ class RunAheads(Continuation[VerifyItem]):
         the session need not refuse this round."""
         ahead = self.sessions.pop(session_id, None)
         if ahead is not None and (work := ahead.request) is not None:
-            full = Overloaded("too many sessions run ahead on this target", 100)
+            full = Overloaded("too many sessions run ahead on this target")
             answers: list[Refused] = [refusal(work.key, full)] if refuses else []
             steps.cancel(work, answers)
 

@@ -206,7 +206,7 @@ class SteppedService(ReplicaService, Generic[Item]):
             self._refuse(work, reason)
         elif self._is_full():
             most = limits.STREAM_QUEUE_ITEMS_MAX
-            self._refuse(work, Overloaded(f"{most} items wait for a step of this replica", 100))
+            self._refuse(work, Overloaded(f"{most} items wait for a step of this replica"))
         else:
             self._note_open(work)
             self._post(Arrival(work))
