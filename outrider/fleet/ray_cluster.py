@@ -411,7 +411,7 @@ TOKEN_FILE = "ray.token"  # noqa: S105 (a name)
 MODE, PATH, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 _VARIABLES = MODE, PATH, TOKEN
 _ANSWER_S = 5.0
-_HEAD_LOOK_PERIOD_S = 0.5
+_HEAD_CHECK_PERIOD_S = 0.5
 
 
 def hide(directory: Path, name: str, secret: str) -> Path:
@@ -495,7 +495,7 @@ class RayConnection:
                 return
             except OSError as error:  # For example, this process has too many open files.
                 _log.warning("cannot tell whether Ray's head runs: %s", error)
-            await asyncio.sleep(_HEAD_LOOK_PERIOD_S)
+            await asyncio.sleep(_HEAD_CHECK_PERIOD_S)
 
 
 def _init(options: Mapping[str, Any]) -> None:

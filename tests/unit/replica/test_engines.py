@@ -174,8 +174,8 @@ def test_steps_of_a_replica_run_on_its_device(monkeypatch: pytest.MonkeyPatch) -
     chosen = cuda_of(monkeypatch)
 
     class Host(ReplicaHost):
-        def build(self, config: Any, executor: Any, engine: Any, costs: Any) -> Any:
-            assert executor.call(threading.get_ident) == chosen[0][0] != threading.get_ident()
+        def build(self, config: Any, driver: Any, engine: Any, costs: Any) -> Any:
+            assert driver.call(threading.get_ident) == chosen[0][0] != threading.get_ident()
             return "service"
 
     assert Host()._build(None, TargetConfig(device="cuda:1")) == "service"
