@@ -41,6 +41,8 @@ FRONT_PORT = 50051
 STOP_S = 1.0
 CLOSING_S = COMMIT_GRACE_S + 0.1
 """By then everything that has just ended is closed."""
+LEASE_ROUNDING_S = 0.001
+"""Redis counts leases in ms."""
 RESUME_TIMEOUT_S = 60.0
 WHOLE_S_MAX = 90.0
 """Virtual seconds after the last fault in which the fleet must become whole again."""
@@ -290,7 +292,8 @@ class World:
         """Stops all, and checks that nothing is left over."""
         await asyncio.sleep(CLOSING_S)
         if self.slots.is_used:
-            await asyncio.sleep(max(0.0, SLOT_LEASE_MS / 1e3 - CLOSING_S))
+            # A request for a slot may reach Redis on a slow link after the slot was freed.
+            await self._late_arrivals(SLOT_LEASE_MS / 1e3)
         self.slots.check_end(self.nodes("coordinator"))
         for node in self.nodes("coordinator"):
             node.check_work()
@@ -303,12 +306,18 @@ class World:
         await self._server.start(self.fleet.close())
         self.check()
         # An announcement on a slow link may reach Redis after its withdrawal.
-        now = asyncio.get_running_loop().time()
-        await asyncio.sleep(max(0.0, self.network.last_arrival_at - now) + LEASE_S)
+        await self._late_arrivals(LEASE_S)
         registry = self.redis.registry()
         for role in ROLES:
             left = await self._operator.start(registry.records(role))
             check(not left, f"still announced: {left}")
+
+    async def _late_arrivals(self, lease_s: float) -> None:
+        """Waits until leases have ended that the messages now on their way begin."""
+        now = asyncio.get_running_loop().time()
+        await asyncio.sleep(
+            max(0.0, self.network.last_arrival_at - now) + lease_s + LEASE_ROUNDING_S
+        )
 
     def clear_away(self) -> None:
         """Cancels everything that still runs."""
