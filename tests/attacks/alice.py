@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import Counter
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import httpx
@@ -67,6 +67,7 @@ async def by_grpc(address: str, key: str, seen: Seen) -> None:
     metadata = [("authorization", f"Bearer {key}")]
     options = [("grpc.use_local_subchannel_pool", 1)]
     while True:
+        channel: Any
         async with grpc.aio.insecure_channel(address, options=options) as channel:
             generate = channel.unary_stream("/outrider.v1.Coordinator/Generate")
             try:

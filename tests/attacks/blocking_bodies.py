@@ -87,6 +87,7 @@ def calls(doors: Doors) -> Iterator[tuple[str, int, Callable[[], object]]]:
             if not isinstance(body, bytes):
                 data = json.dumps(body, separators=(",", ":")).encode()
             yield name, len(data), partial(post, route, data)
+    channel: Any
     with grpc.insecure_channel(doors.addresses["grpc"]) as channel:
         generate = channel.unary_stream("/outrider.v1.Coordinator/Generate")
         metadata = [("authorization", headers["authorization"])]

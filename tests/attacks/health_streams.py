@@ -7,7 +7,7 @@ process grows by at most `GROWTH_MIB`."""
 
 import math
 import time
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -28,6 +28,7 @@ def probe_s(address: str, *, repeats: bool) -> float:
     options = [("grpc.use_local_subchannel_pool", 1)]
     while time.monotonic() < start + PROBE_S:
         try:
+            channel: Any
             with grpc.insecure_channel(address, options=options) as channel:
                 channel.unary_unary(METHOD)(b"", timeout=PROBE_S)
             return time.monotonic() - start

@@ -169,7 +169,8 @@ class GrpcFeed:
         if call.ending != "closed" or call.method.name == _ENDLESS:
             # On an open stream, an invalid item may get no answer.
             threading.Timer(0.05, replies.cancel).start()
-        kind: Any = call.method.output_type._concrete_class
+        output: Any = call.method.output_type
+        kind = output._concrete_class
         for data in itertools.islice(replies, number):
             if call.method.input_type.name not in STREAMS:
                 continue

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.style.settings_table import README
-from tests.style.test_readme_commands import lines_of
+from tests.support.documents import README, lines_of
 from tests.support.redis_servers import free_port
 from tests.support.shell import Shell
 

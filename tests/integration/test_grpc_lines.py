@@ -16,7 +16,7 @@ from coordinator.auth.access_control import AccessControl, watch_keys
 from outrider.foundation.api_keys import Caller, add_key
 from outrider.transport.server import ServerOptions
 from outrider.transport.tls import server_credentials
-from tests.style.test_readme_commands import ROOT, lines_of
+from tests.support.documents import ROOT, lines_of
 from tests.support.made_certificates import Made
 from tests.support.stack import Stack, coordinator_api, serve
 

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from exactness.services.test_deterministic_tokens import check_tokens
 
 from outrider.config.deployment import TargetConfig
 from outrider.engine.paged_engine import PagedEngine
@@ -23,6 +22,7 @@ from outrider.replica.rank_process import RankLeader, engine_of_a_replica
 from target_service.actor import self_drafter_of
 from tests.support.models import save_tiny_eagle3, tiny_config, tiny_module
 from tests.support.rank_processes import JOIN_S, follow_model, processes
+from tests.support.same_tokens import check_tokens
 from tests.support.stack import NUM_SEQUENCES, running_stack
 
 

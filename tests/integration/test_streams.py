@@ -190,6 +190,7 @@ async def test_what_cannot_be_decoded_is_the_callers_fault(target: Target) -> No
     refused = next(reply.refused for reply in replies if reply.session_id == "XYZ")
     assert refused.code == 3
     assert refused.message.startswith("head.session_id: ")
-    async with grpc.aio.insecure_channel(address) as channel:
-        large: Any = channel.stream_stream(VERIFY_PATH)(iter([bytes(GRPC_MESSAGE_BYTES_MAX + 1)]))
+    bare: Any
+    async with grpc.aio.insecure_channel(address) as bare:
+        large = bare.stream_stream(VERIFY_PATH)(iter([bytes(GRPC_MESSAGE_BYTES_MAX + 1)]))
         assert await large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -5,7 +5,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from browser import Browser, browser
+from tests.page.browser import Browser, browser
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, NARROW_WIDTH = 1360, 400

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, browser, missing
 
 from coordinator.auth.access_control import AccessControl, watch_keys
 from coordinator.http_api.server import HttpOptions
@@ -17,6 +16,7 @@ from outrider.interfaces.request import ChatMessage, GenerateRequest
 from outrider.models.tokenizer import TokenizerText
 from outrider.registry.registry import ReplicaRecord
 from outrider.speculation.sampling_params import SamplingParams
+from tests.page.browser import Browser, browser, missing
 from tests.support.coordinator_bench import SlowText
 from tests.support.stack import Stack, emulated_stack, http_front, toy_text, until
 

@@ -11,6 +11,7 @@ from coordinator.routing.drafts import Drafted
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.errors import InvariantError
 from outrider.speculation import draft_sampling
+from outrider.speculation.gumbel_max import numbers
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def checked_draws(hear: Callable[[InvariantError], None]) -> Iterator[None]:
     seen: dict[int, tuple[tuple[int, ...], int]] = {}
     """Random number -> the prefix after which a draft drew with it, and the draft token's index."""
     drawing: list[tuple[AutoregressiveDraft, int]] = []
-    draw, number, propose = DraftSampler._draw, draft_sampling.numbers, DraftClient._by_replica
+    draw, number, propose = DraftSampler._draw, numbers, DraftClient._by_replica
 
     def checked_draw(
         self: DraftSampler, drafts: Sequence[AutoregressiveDraft], depths: Sequence[int], *rest: Any

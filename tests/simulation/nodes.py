@@ -52,7 +52,7 @@ LOADING_S = TARGET_LOADING_S = (0.01, 0.5)
 
 
 class Node:
-    """A replica's actor without gRPC. `_serve` starts its service, `stop` ends it."""
+    """A replica's actor without gRPC."""
 
     def __init__(self, role: Role, name: str) -> None:
         self.role: Role = role
@@ -62,6 +62,14 @@ class Node:
         self._lease: Lease | None = None
         self._engagement = Engagement()
         self._ended = asyncio.Event()
+
+    async def _serve(self, config: Any, world: Any) -> str:
+        """Starts the service, and returns its address."""
+        raise NotImplementedError
+
+    async def stop(self, grace_s: float, world: Any) -> None:
+        """Ends the service."""
+        raise NotImplementedError
 
     async def start(self, config: Any, world: Any) -> str:
         """Serves, and announces it. Raises `Unavailable` without a target."""

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from lupa.lua51 import LuaError, LuaRuntime, lua_type
-from redis.connection import Encoder
+from redis._parsers import Encoder
 
 Reply = Any
 """int, bytes, None, `Status`, `ReplyError` (inside a list) or a list of replies."""

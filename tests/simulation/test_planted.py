@@ -13,7 +13,7 @@ import pytest
 from coordinator import streams
 from coordinator.auth.access_control import Grant, RedisSlots
 from coordinator.decoding.loop import OutputQueue, SessionRun
-from coordinator.decoding.resumption import Replayed
+from coordinator.decoding.resumption import Replayed, replay
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing import draft_client
@@ -32,6 +32,7 @@ from outrider.sessions import redis_store
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord
+from outrider.speculation.logits_processing import raw_logprobs
 from target_service import verifier
 from tests.simulation import plans, scenario, world
 from tests.simulation.faults import GREATER
@@ -157,7 +158,7 @@ def cut_in_an_untimed_round(patch: Patch) -> None:
 
 def logprobs_of_another_row(patch: Patch) -> None:
     """Corrections get the log-probabilities of the row before theirs."""
-    of_rows = verifier.raw_logprobs
+    of_rows = raw_logprobs
 
     def shifted(logits: Any, chosen: Any, num_top: int, rows: Sequence[int]) -> Any:
         return of_rows(logits, chosen, num_top, [max(0, row - 1) for row in rows])
@@ -200,7 +201,6 @@ def cancel_lost_at_a_take_over(patch: Patch) -> None:
 
 def stop_found_too_late(patch: Patch) -> None:
     """A resumed session forgets text that was held back as the beginning of a stop string."""
-    replay = streams.replay
 
     def forgetful(*arguments: Any) -> Replayed:
         replayed = replay(*arguments)

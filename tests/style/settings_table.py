@@ -4,10 +4,8 @@ from pathlib import Path
 
 from outrider.cli.vllm_flags import SAME, SERVE
 from outrider.config.deployment import deployment_settings
+from tests.support.documents import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = ROOT / "docs" / "settings.md"
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.style.settings_table import DOCUMENTS, PAGES, README, ROOT, with_table
+from tests.style.settings_table import PAGES, with_table
+from tests.support.documents import DOCUMENTS, README, ROOT
 
 FOLDERS = ("outrider", "draft_service", "target_service", "coordinator", "tests", "protos")
 FILES = [one.as_posix() for folder in FOLDERS for one in (ROOT / folder).rglob("*.py")]

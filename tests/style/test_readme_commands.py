@@ -11,7 +11,7 @@ from outrider.cli import generate, plan
 from outrider.cli.command import Arguments
 from outrider.cli.main import parse
 from outrider.cli.options import deployment_config
-from tests.style.settings_table import DOCUMENTS, README, ROOT
+from tests.support.documents import DOCUMENTS, README, ROOT, lines_of
 
 GUIDES = [
     README,
@@ -19,12 +19,6 @@ GUIDES = [
 ]
 NEEDS_DEPLOYMENT = ("status", "scale", "upgrade", "stop")
 MADE_BY_READER = {"more.jsonl", "mine.jsonl"}
-
-
-def lines_of(document: Path) -> list[str]:
-    """The lines of the page's console blocks, with continued lines joined."""
-    blocks = re.findall(r"^```console\n(.*?)^```", document.read_text("utf-8"), re.S | re.M)
-    return [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
 
 
 def words_of(line: str) -> list[str] | None:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,9 @@ EXCEPTIONS: dict[str, str] = {
     ),
     "outrider/speculation/triton_kernels.py::settle_rows": "as above",
 }
+
+
+_TEST_MODULE = re.compile(r"(^|\.)(test_\w+|conftest)(\.|$)")
 
 
 def _python_files(*folders: str) -> list[Path]:
@@ -97,8 +101,14 @@ def test_no_test_imports_from_a_test_module() -> None:
     """What tests share is in `tests/support`, and its README names each module."""
     found = {}
     for path, node in _nodes(ALL_FILES):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("test_"):
-            found[_place(path, node)] = f"imports from {node.module}"
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module or ''}.{alias.name}" for alias in node.names]
+        for module in modules:
+            if _TEST_MODULE.search(module) and module.split(".")[0] not in PRODUCT:
+                found[_place(path, node)] = f"imports from {module}"
     _unless_excepted(found)
     support = ROOT / "tests" / "support"
     listed = (support / "README.md").read_text("utf-8")

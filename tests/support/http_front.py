@@ -5,7 +5,8 @@ from typing import Any
 import httpx
 
 from coordinator.auth.access_control import OPEN, AccessControl
-from coordinator.http_api.app import HttpOptions, build_app
+from coordinator.http_api.app import build_app
+from coordinator.http_api.server import HttpOptions
 from coordinator.http_api.tools import ChatFormats
 
 BODY: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 3}

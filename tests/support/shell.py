@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.style.settings_table import README
+from tests.support.documents import README
 
 
 class Shell:

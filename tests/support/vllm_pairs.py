@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import HEAD_WIDTH, MAX_MODEL_LEN, VOCAB, config_of
 
 from outrider.config.deployment import TargetConfig
 from outrider.interfaces.engine import SequenceStep
 from tests.support.models import save_tiny_eagle3, tiny_module
 from tests.support.mtp_models import MtpReference, mtp_target
+from tests.support.vllm_models import HEAD_WIDTH, MAX_MODEL_LEN, VOCAB, config_of
 
 NUM_LAYERS = 4
 

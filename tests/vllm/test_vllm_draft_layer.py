@@ -8,8 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
-from exactness.services.test_deterministic_tokens import check_tokens
 
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
@@ -18,7 +16,9 @@ from outrider.models.drafter_check import Reading, read_library
 from outrider.replica.engines import build_engine
 from target_service.actor import self_drafter_of
 from tests.support.models import tiny_eagle3, twin
+from tests.support.same_tokens import check_tokens
 from tests.support.stack import running_stack
+from tests.support.vllm_models import MAX_MODEL_LEN, VOCAB, MakeEngine, save
 from tests.support.vllm_pairs import PAGE_SIZE, Pair, ids, saved, saved_eagle3, saved_mtp
 
 TAPS = (2, 0, 3)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import MAX_MODEL_LEN, VOCAB, save
 from transformers import AutoModelForCausalLM
 
 from draft_service.training.distilling import distill
@@ -19,6 +18,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.eagle3 import load_eagle3
+from tests.support.vllm_models import MAX_MODEL_LEN, VOCAB, save
 
 NUM_LAYERS, NUM_DRAFTED, NUM_WRITTEN = 8, 4, 24
 Drafts = list[tuple[list[int], list[int]]]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, VOCAB, MakeEngine, save
 
 from outrider.config.deployment import TargetConfig
 from outrider.errors import ConfigError
@@ -15,6 +14,7 @@ from outrider.interfaces.engine import SequenceStep
 from outrider.kernels import processor
 from outrider.replica.engines import build_engine
 from tests.support.pages import check_pages
+from tests.support.vllm_models import MAX_MODEL_LEN, VOCAB, MakeEngine, save
 
 TOLERANCE = 1e-3
 """Largest difference of a logit in float32."""

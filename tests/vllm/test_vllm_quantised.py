@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeEngine, save
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,6 +15,7 @@ from outrider.interfaces.engine import SequenceStep
 from outrider.models.eagle3 import load_eagle3
 from outrider.models.student import target_ends
 from tests.support.models import save_tiny_eagle3
+from tests.support.vllm_models import MakeEngine, save
 
 GROUP = 32
 BITS = 4

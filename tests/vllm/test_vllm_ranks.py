@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MAX_MODEL_LEN, leave_groups, save
 
 from outrider.config.deployment import TargetConfig
 from outrider.interfaces.engine import SequenceStep
 from outrider.replica.engines import build_engine
 from outrider.replica.rank_process import RankLeader, engine_of_a_replica
 from tests.support.rank_processes import JOIN_S, follow_model, processes
+from tests.support.vllm_models import MAX_MODEL_LEN, leave_groups, save
 from tests.support.vllm_pairs import Pair, ids, saved_eagle3, saved_mtp
 
 TOLERANCE = 1e-3

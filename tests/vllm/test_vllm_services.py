@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeEngine, config_of, save
-from exactness.services import test_distribution
-from exactness.services.test_deterministic_tokens import Prompt, check_tokens, request
-from exactness.services.test_distribution import POWER, SOON, Cell, measure
 
 from outrider.client import Client, GenerateRequest, Tokens
 from outrider.config.deployment import load_config
@@ -23,8 +19,12 @@ from outrider.fleet.launcher import Deployment
 from outrider.interfaces.request import RoundReport
 from outrider.models.sources import resolve_model
 from outrider.speculation.sampling_params import Rule
+from tests.exactness import cells
+from tests.exactness.cells import POWER, SOON, Cell, measure
 from tests.support.models import byte_level_tokenizer, depth_cut
+from tests.support.same_tokens import Prompt, check_tokens, request
 from tests.support.stack import running_stack
+from tests.support.vllm_models import MakeEngine, config_of, save
 
 NUM_TOKENS, NUM_LONG = 24, 200
 PROMPTS: list[Prompt] = [tuple(range(1, 30)) + tuple(range(1, 3 + 2 * i)) for i in range(8)]
@@ -53,8 +53,8 @@ async def test_completions_follow_the_targets_law(
         check = None if draft_layer is None else lambda loaded, *_: loaded
         return make_engine(directory, max_num_seqs=64, draft_layer=draft_layer, draft_check=check)
 
-    monkeypatch.setattr(test_distribution, "tiny_config", narrow)
-    monkeypatch.setattr(test_distribution, "engine_of", engine_of)
+    monkeypatch.setattr(cells, "tiny_config", narrow)
+    monkeypatch.setattr(cells, "engine_of", engine_of)
     result, num_accepted = await measure(cell, tmp_path)
     assert result.power(cell.detects) >= POWER
     assert not result.rejects
@@ -146,7 +146,7 @@ async def test_text_goes_on_at_another_target(tmp_path: Path) -> None:
         texts = asyncio.gather(*map(text, range(len(requests))))
         while not all(progress):
             await asyncio.sleep(0.001)
-        os.kill(victim.places[0].pid, signal.SIGKILL)
+        os.kill(victim.locations[0].pid, signal.SIGKILL)
         assert max(progress) < NUM_LONG // 2
         assert await texts == expected
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from exactness.law import cells_of, chi_square
 
 from outrider.speculation.accept_reject import Outcome, Verdict, decide
 from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
@@ -20,6 +19,7 @@ from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams
 from outrider.speculation.verification import VerifyInput, verdicts_from_logits
+from tests.exactness.law import cells_of, chi_square
 from tests.support.core_toys import RATIO_RULES, ToyPair, random_pair, sampling_pair
 from tests.support.verdict_laws import ABSOLUTE_PLACES
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness.law import sampled_law
 
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.logits_processing import (
@@ -20,6 +19,7 @@ from outrider.speculation.logits_processing import (
 )
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams, TokenHistory
+from tests.exactness.law import sampled_law
 
 EOS = (4,)
 FILTERS: list[dict[str, Any]] = [

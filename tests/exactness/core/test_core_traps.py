@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from exactness.law import cells_of, chi_square
 
 from outrider.foundation.tokens import TokenSequence
 from outrider.speculation.accept_reject import Verdict, decide
 from outrider.speculation.gumbel_max import _exponentials, numbers, race, token_keys, uniforms
 from outrider.speculation.random_streams import RoundNoise, Stream, row_words, uniform
 from outrider.speculation.sampling_params import Rule
+from tests.exactness.law import cells_of, chi_square
 from tests.support.verdict_laws import row_keys
 
 

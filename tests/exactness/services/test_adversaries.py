@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from exactness.law import FALSE_ALARM
 from scipy.stats import binom, binomtest
 
 from draft_service.model_drafter import ModelDrafter
@@ -38,6 +37,7 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.service import TargetService
 from target_service.verifier import SelfDrafter
+from tests.exactness.law import FALSE_ALARM
 from tests.support.coordinator_bench import Bench, running
 from tests.support.rounds import Replica, SeverableLink, make_head, outcome_of
 from tests.support.toy_engine import ToyEngine

@@ -1,8 +1,6 @@
 """Bfloat16 through the services, with deterministic engines and fused kernels: a request's tokens
 are those that it gets alone and without a draft."""
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +9,17 @@ import torch
 
 from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo, SequenceStep
-from outrider.interfaces.request import GenerateRequest
 from outrider.models.loading import load_model
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
-from outrider.speculation.sampling_params import SamplingParams
 from tests.support.models import tiny_config, tiny_module
 from tests.support.paged_engines import pace_kernels
-from tests.support.stack import Stack, running_stack
+from tests.support.same_tokens import check_tokens
+from tests.support.stack import running_stack
 
-NUM_DRAFT_TOKENS = (0, 3, 8)
 NUM_SESSIONS = 8
 VOCAB = 32
 MAX_MODEL_LEN = 256
-Prompt = tuple[int, ...]
 
 
 def engine_of(module: Any, info: ModelInfo) -> PagedEngine:
@@ -43,46 +38,6 @@ def fused_engine_of(module: Any, info: ModelInfo) -> PagedEngine:
 def tiny_engine(family: str, seed: int) -> PagedEngine:
     module = tiny_module(tiny_config(family, VOCAB, MAX_MODEL_LEN), seed, torch.bfloat16)
     return engine_of(module, ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "bfloat16", (), "", ""))
-
-
-def request(
-    prompt: Prompt, seed: int | None, k: int, num_tokens: int, temperature: float = 1.0
-) -> GenerateRequest:
-    """Coupled is the default of a request with a seed."""
-    return GenerateRequest(
-        prompt,
-        sampling=SamplingParams(temperature=temperature),
-        max_tokens=num_tokens,
-        seed=seed,
-        num_draft_tokens=k,
-    )
-
-
-async def complete(stack: Stack, wanted: GenerateRequest) -> tuple[int, ...]:
-    return (await stack.client.complete(wanted)).token_ids
-
-
-async def check_tokens(
-    stack: Stack,
-    prompts: Sequence[Prompt],
-    num_tokens: int,
-    num_alone: int,
-    temperature: float = 1.0,
-) -> None:
-    """Runs K = 0 alone for every prompt, the other K alone for some prompts, then all at once."""
-    expected = []
-
-    async def text(seed: int, k: int) -> tuple[int, ...]:
-        return await complete(stack, request(prompts[seed], seed, k, num_tokens, temperature))
-
-    for seed in range(len(prompts)):
-        expected.append(await text(seed, 0))
-        assert 1 <= len(expected[-1]) <= num_tokens
-        for k in NUM_DRAFT_TOKENS[1:] if seed < num_alone else ():
-            assert await text(seed, k) == expected[-1]
-    for first in range(len(NUM_DRAFT_TOKENS)):
-        ks = [NUM_DRAFT_TOKENS[(first + seed) % 3] for seed in range(len(prompts))]
-        assert await asyncio.gather(*[text(seed, k) for seed, k in enumerate(ks)]) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from exactness.services.test_deterministic_tokens import request
 
 from draft_service.feature_drafter import FeatureDrafter, HeadEngine
 from outrider.engine.paged_engine import PagedEngine
@@ -24,6 +23,7 @@ from tests.support.library_text import library_text
 from tests.support.models import depth_cut, tiny_config, tiny_eagle3, tiny_module, twin
 from tests.support.paged_engines import shorten_pages
 from tests.support.pages import check_pages
+from tests.support.same_tokens import request
 from tests.support.stack import Stack, running_stack
 
 pytestmark = pytest.mark.xdist_group("identity")

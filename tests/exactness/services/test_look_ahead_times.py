@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from exactness.law import FALSE_ALARM
 from scipy.stats import binomtest
 
 from draft_service.model_drafter import ModelDrafter
@@ -23,6 +22,7 @@ from outrider.interfaces.request import GenerateRequest, RoundReport
 from outrider.replica.drivers import InlineDriver
 from outrider.speculation.sampling_params import Rule
 from target_service.service import TargetService
+from tests.exactness.law import FALSE_ALARM
 from tests.support.coordinator_bench import Bench, tokens_of
 from tests.support.toy_engine import ToyEngine
 

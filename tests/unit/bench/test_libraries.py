@@ -180,7 +180,7 @@ def test_engine_and_library_write_the_same_greedy_tokens(tiny: TargetConfig, raw
     chats = [BenchPrompt("The quick brown fox", "chat"), BenchPrompt("fox", "chat")]
     setup = TargetInputs.load(tiny, chats, PromptOptions(raw=raw, max_tokens=16))
     prompts = [setup.token_ids[prompt.text] for prompt in chats]
-    request = {
+    request: dict[str, Any] = {
         "prompts": prompts,
         "eos_token_ids": setup.eos_token_ids,
         "max_tokens": 12,
@@ -194,7 +194,8 @@ def test_engine_and_library_write_the_same_greedy_tokens(tiny: TargetConfig, raw
     ]
     with pytest.raises(BadRequest):
         _decode(sides[0], request | {"prompts": [[1] * 100_000]})
-    engine, *others = ([one["token_ids"] for one in _decode(side, request)] for side in sides)
+    texts: Any = ([one["token_ids"] for one in _decode(side, request)] for side in sides)
+    engine, *others = texts
     assert others == [engine, engine]
     assert [len(text) for text in engine] == [12, 12]
     eos = engine[0][5]

@@ -1,6 +1,7 @@
 """Which requests a coordinator admits."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 
 from coordinator.admission import Admission
-from coordinator.decoding import load_meter
 from coordinator.decoding.loop import SessionRun
 from outrider import errors, limits
 from outrider.interfaces.request import Finished, GenerateRequest, Started
@@ -30,7 +30,7 @@ async def test_no_request_is_taken_while_the_event_loop_is_late(
         loop._virtual.wait(1.0)  # Something blocks the event loop.
         timer = loop.call_later(0.001, stall)
 
-    monkeypatch.setattr(load_meter.time, "process_time", lambda: 0.4 * loop.time())
+    monkeypatch.setattr(time, "process_time", lambda: 0.4 * loop.time())
     async with bench() as b:
         timer = loop.call_later(0, stall)
         await asyncio.sleep(2)

@@ -88,8 +88,8 @@ def run_in_parts(engine: PagedEngine, plan: list[Part], seed: int, num_shared: i
     engine.attach(former, tokens, name)  # Its salt is new, so nothing is found.
     engine.forward([*beside, SequenceStep(former, tokens[:num_shared], 0)])
     assert engine.attach(name, tokens, name) == num_shared // PAGE_SIZE * PAGE_SIZE
-    for other in (former, *(step.sequence_id for step in beside)):
-        engine.release(other)
+    for sequence_id in (former, *(step.sequence_id for step in beside)):
+        engine.release(sequence_id)
     for part in [*plan, Part(LENGTH, (), (), 0)]:
         start = engine.length(name)
         own = tokens[start : start + part.num_tokens]

@@ -89,9 +89,9 @@ def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
     torch.testing.assert_close(logits, module(torch.tensor([PROMPT])).logits[0, -2:])
     noise = RoundNoise(1, Rule.GREEDY, len(PROMPT))
     asked = DraftRequest("d", "", PROMPT, 1, 1, SamplingParams(temperature=0.0), Rule.GREEDY, noise)
-    drafter = ModelDrafter(engine)
-    draft = drafter.begin(asked)
-    drafter.extend([draft])
+    proposer = ModelDrafter(engine)
+    draft = proposer.begin(asked)
+    proposer.extend([draft])
     assert draft.token_ids == [TOKEN_IDS[int(logits[-1].argmax())]]
 
 

@@ -173,7 +173,8 @@ def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_next_step
 
 
 def test_all_that_waits_is_withdrawn() -> None:
-    at = Turns(continuation=Series(0))
+    series = Series(0)
+    at = Turns(continuation=series)
     at.arrive(1)
     at.arrive(2)
     at.steps.receive(Release(session_name(2)))
@@ -181,7 +182,7 @@ def test_all_that_waits_is_withdrawn() -> None:
     at.arrive(1, 1)
     assert set(at.finish()) == {(1, 1)}
     assert at.worker.heard == [("release", 2), ("evict", 1)]
-    assert at.steps._continuation.forgotten == [2, 1]
+    assert series.forgotten == [2, 1]
 
 
 def test_after_a_crash_each_item_runs_alone_and_only_the_culprit_fails(at: Turns) -> None:

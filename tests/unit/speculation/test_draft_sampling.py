@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from exactness.law import FALSE_ALARM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -21,6 +20,7 @@ from outrider.speculation.logits_processing import DraftVocabulary
 from outrider.speculation.proposal import COUNT_TOTAL, decode_q, encode_q
 from outrider.speculation.random_streams import RoundNoise, Stream
 from outrider.speculation.sampling_params import Rule, SamplingParams, TokenHistory
+from tests.exactness.law import FALSE_ALARM
 from tests.support.cuda_substitutes import draw_without_kernels
 from tests.support.verdict_laws import draft_token, row_keys
 

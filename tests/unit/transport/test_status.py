@@ -19,7 +19,7 @@ async def through_grpc(error: Exception) -> errors.OutriderError:
     context = AsyncMock()
     await abort(context, error, "Target.Verify")
     code, details, metadata = context.abort.await_args.args
-    return status_to_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details))
+    return status_to_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details, None))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,7 @@ async def test_a_bug_is_internal_logged_and_not_told(caplog: pytest.LogCaptureFi
 
 async def test_long_messages_are_cut() -> None:
     back = await through_grpc(errors.BadRequest("f" * 5000, "x" * 50_000))
+    assert isinstance(back, errors.BadRequest)
     assert len(back.field) == ERROR_MESSAGE_CHARS_MAX
     assert len(back.message) <= 2 * ERROR_MESSAGE_CHARS_MAX + 2
 
@@ -75,5 +76,5 @@ async def test_long_messages_are_cut() -> None:
 def test_details_of_strangers_do_no_harm() -> None:
     metadata: Any = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
     code = grpc.StatusCode.UNAVAILABLE
-    error = status_to_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, "down"))
+    error = status_to_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, "down", None))
     assert (type(error), error.message) == (errors.Unavailable, "down")

@@ -649,7 +649,8 @@ def test_log_probabilities_survive_the_store() -> None:
 async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
     size = limits.REPLAY_TOKENS_INLINE + is_long
     record = replace(RECORD, token_ids=(1,) * size, logprobs="")
-    sessions: Any = OwnedSessions(*[None] * 4, CONFIG)  # type: ignore[arg-type]
+    nothing: Any = None
+    sessions: Any = OwnedSessions(nothing, "", nothing, nothing, CONFIG)
     thread = await sessions.replay(record, threading.get_ident)
     assert (thread != threading.get_ident()) is is_long
 
@@ -658,7 +659,8 @@ async def test_a_long_replay_leaves_the_event_loop(is_long: bool) -> None:
 async def test_clients_that_leave_long_replays_keep_one_thread_busy() -> None:
     """A call on a thread cannot be cancelled. Others wait, and are dropped at the end."""
     record = replace(RECORD, token_ids=(1,) * (limits.REPLAY_TOKENS_INLINE + 1), logprobs="")
-    sessions: Any = OwnedSessions(*[None] * 4, CONFIG)  # type: ignore[arg-type]
+    nothing: Any = None
+    sessions: Any = OwnedSessions(nothing, "", nothing, nothing, CONFIG)
     begun, goes_on = threading.Event(), threading.Event()
 
     def slow() -> None:

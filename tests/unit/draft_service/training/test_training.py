@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_service.training import training
+from draft_service.training.teacher import ROWS_OF_A_BLOCK
 from draft_service.training.training import overlap_loss
 
 ROWS, WIDTH, COLUMNS, LISTED = 7, 6, 20, 5
@@ -32,7 +32,7 @@ def definition(hidden: Tensor, head: Tensor, columns: Tensor, mass: Tensor, shar
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_loss_and_gradient_are_as_defined(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(training.ROWS_OF_A_BLOCK, "cpu", 3)
+    monkeypatch.setitem(ROWS_OF_A_BLOCK, "cpu", 3)
     generator = torch.Generator().manual_seed(1)
     teacher = teacher_rows()
     found = []

@@ -97,7 +97,9 @@ def test_the_table_shows_nothing_without_the_token() -> None:
     assert _store(rendezvous, JOIN_S).check(["loaded/0"])
     other = replace(rendezvous, token=bytes(32))
     assert not _store(other, JOIN_S).check(["loaded/0"])
-    stranger = dist.TCPStore(LOOPBACK, rendezvous.store_port, wait_for_workers=False)
+    stranger = dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK, rendezvous.store_port, wait_for_workers=False
+    )
     assert not stranger.check(["loaded/0"])
 
 
