@@ -1,11 +1,12 @@
 """`python -m tests.chaos`: runs a deployment on several Ray nodes of this machine under load, with
 a proxy between all its processes, while its processes are killed, stopped and cut off. A quarter of
-the requests comes by HTTP, through two gateways. Requests that fail during a pair of faults are
-counted and named separately. Writes one JSON object: every fault and what it affected, the gaps in
-streams by kind of fault, and the requests that failed or whose tokens differed from a run without
-faults. Prints all of it except the single faults. The exit code is 1 if a request failed, was wrong
-or did not end, if a hung replica was replaced too late or made a request wait too long, or if a run
-of full length with all faults missed another goal."""
+the requests comes by HTTP, through two gateways. Requests that fail during a pair of faults, or
+while Sentinel promotes nothing because it had stood still (TILT), are counted and named separately.
+Writes one JSON object: every fault and what it affected, the gaps in streams by kind of fault, and
+the requests that failed or whose tokens differed from a run without faults. Prints all of it except
+the single faults. The exit code is 1 if a request failed, was wrong or did not end, if a hung
+replica was replaced too late or made a request wait too long, or if a run of full length with all
+faults missed another goal."""
 
 import argparse
 import asyncio

@@ -62,6 +62,8 @@ PAIR: Final = "pair"
 PAIRS: Final[dict[str, tuple[str, str]]] = {"redis+coordinator": (REDIS, "coordinator")}
 """By name, processes that are killed at the same moment. Requests may fail then, and are counted
 separately."""
+TILT: Final = "tilt"
+"""The excuse of requests in flight while Sentinel promotes nothing (`redis_servers.PROMOTED_S`)."""
 OTHERS_PER_ROUND: Final = 3
 """Number of other faults for each round of all kills and stops."""
 NOTHING: Final = ("no", "fault")
@@ -116,6 +118,7 @@ class Adversary:
         self._began = self._loop.time()
         self._deck: list[tuple[str, str]] = []
         self._others: list[tuple[str, str]] = []
+        self._num_tilts = 0
         self.faults: list[Fault] = []
         self.gaps: dict[tuple[str, str], list[float]] = {}
         """The longest wait for tokens of each affected request, by kind and role of the fault."""
@@ -131,6 +134,11 @@ class Adversary:
             await self._see(fault, at, self._loop.time() + SHOWN_S)
         await _until(lambda: is_whole(self._deployment.overview))
 
+    def _has_tilted(self) -> bool:
+        """Whether Sentinel began a TILT since the last call."""
+        before, self._num_tilts = self._num_tilts, self._machines.redis.num_tilts
+        return self._num_tilts > before
+
     def _num_done(self) -> int:
         return sum((one.kind, one.role) != NOTHING for one in self.faults)
 
@@ -139,9 +147,9 @@ class Adversary:
         Raises `TimeoutError` if they do not."""
         await asyncio.sleep(over - self._loop.time())
         touched = [one for one in self._load.asked if one.overlaps(begin, over)]
-        if fault.kind == PAIR:
-            for one in touched:
-                one.pair = fault.role
+        excuse = fault.role if fault.kind == PAIR else TILT if self._has_tilted() else ""
+        for one in touched:
+            one.excuse = one.excuse or excuse
         await _until(lambda: all(one.is_past(over) for one in touched), PAST_S)
         gaps = [one.gap(begin, over) for one in touched]
         fault.num_touched = len(touched)

@@ -4,6 +4,7 @@ without faults, and the arrival times are recorded."""
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -116,8 +117,8 @@ class Asked:
     """Whether the tokens differ from those of the run without faults."""
     is_by_http: bool = False
     """Whether the request was sent to a gateway by HTTP, not to a coordinator by gRPC."""
-    pair: str = ""
-    """The pair of faults during which the request was in flight; empty = none."""
+    excuse: str = ""
+    """Why the request may fail: the pair of faults during which it was in flight, or `TILT`."""
 
     def overlaps(self, begin: float, end: float) -> bool:
         """Whether the request was in flight at any moment of this time."""
@@ -184,16 +185,16 @@ class Load:
             await asyncio.wait(self._running, timeout=END_S)
 
     def report(self) -> dict[str, Any]:
-        """The results of the requests. A failure during a pair of faults does not count; wrong
-        tokens always count."""
-        paired = [one for one in self.asked if one.pair]
-        errors = [one.error for one in self.asked if one.error and not one.pair]
+        """The results of the requests. The failure of a request with an `excuse` does not count;
+        wrong tokens always count."""
+        excused = [one for one in self.asked if one.excuse]
+        errors = [one.error for one in self.asked if one.error and not one.excuse]
         return {
             "num_requests": len(self.asked),
-            "num_during_pairs": len(paired),
             "num_http_requests": sum(one.is_by_http for one in self.asked),
-            "num_failed_during_pairs": sum(bool(one.error) for one in paired),
-            "errors_during_pairs": sorted({one.error for one in paired if one.error})[:20],
+            "num_excused": dict(Counter(one.excuse for one in excused)),
+            "num_failed_excused": sum(bool(one.error) for one in excused),
+            "errors_excused": sorted({one.error for one in excused if one.error})[:20],
             "num_failed": len(errors),
             "num_wrong": sum(one.is_wrong for one in self.asked),
             "num_stuck": sum(one.ended is None for one in self.asked),

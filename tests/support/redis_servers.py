@@ -17,7 +17,7 @@ DOWN_AFTER_MS: Final = 1_000
 """Sentinel promotes the replica once the primary has not answered for this long."""
 START_S: Final = 20.0
 PROMOTED_S: Final = 60.0
-"""For a promotion. A Sentinel that has not run for 2 s promotes nothing for 30 s (TILT)."""
+"""For a promotion. If Sentinel has not run for 2 s, it promotes nothing for 30 s (*TILT*)."""
 _POLL_S: Final = 0.05
 Forward = Callable[[str], Awaitable[str]]
 """Returns an address from which connections are forwarded to this HOST:PORT."""
@@ -44,7 +44,8 @@ class Server:
         path.write_text(config, encoding="utf-8")
         self.port = port
         self.address = f"127.0.0.1:{port}"
-        with (directory / "log").open("wb") as log:
+        self._log = directory / "log"
+        with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [find_server(), str(path), *words], cwd=directory, stdout=log, stderr=log
             )
@@ -52,6 +53,10 @@ class Server:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
 
     def kill(self) -> None:
         self._process.kill()
@@ -134,6 +139,11 @@ class RedisServers:
 
     def _ask_sentinel(self, *words: str) -> Any:
         return self.sentinel.call("SENTINEL", *words, password=self._sentinel_password or None)
+
+    @property
+    def num_tilts(self) -> int:
+        """How often Sentinel has begun a TILT."""
+        return self.sentinel.log.count("+tilt")
 
     @property
     def replicas(self) -> list[Server]:
