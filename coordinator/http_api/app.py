@@ -6,11 +6,11 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Annotated, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import FastAPI, Header, Request, Response
 from pydantic import BaseModel
@@ -37,8 +37,9 @@ from coordinator.service import CoordinatorService
 from outrider.errors import BadRequest, NotFound, OtherTokens, SessionNotFound, Unavailable
 from outrider.foundation.api_keys import Caller
 from outrider.interfaces.request import Event
-from outrider.limits import ENDINGS_MAX, EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT
+from outrider.limits import ENDINGS_MAX, EVENTS_AHEAD_MAX, MAX_TOKENS_DEFAULT, STARTS_MAX
 
+T = TypeVar("T")
 Events = AsyncGenerator[tuple[int, Event]]
 """The events of all choices of a request, each with the index of its choice."""
 _HEADERS = (
@@ -99,15 +100,15 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], progress: Progr
             await queue.put((index, error))
 
     try:
-        first = await asyncio.gather(*map(anext, streams), return_exceptions=True)
-        for begun in first:
-            if isinstance(begun, OtherTokens):
-                reason = "does not match the stored tokens; leave it out to get the whole answer"
-                raise BadRequest("Last-Event-ID", reason)
-            if isinstance(begun, BaseException):
-                raise begun
+        try:
+            first = await _few_at_a_time([anext(stream) for stream in streams])
+        except OtherTokens:
+            reason = "does not match the stored tokens; leave it out to get the whole answer"
+            raise BadRequest("Last-Event-ID", reason) from None
         for index, event in enumerate(first):
-            yield index, cast(Event, event)
+            if index % STARTS_MAX == 0:
+                await asyncio.sleep(0)
+            yield index, event
         for index, stream in enumerate(streams):
             while progress.is_behind(index) and (known := await anext(stream, None)) is not None:
                 yield index, known
@@ -127,6 +128,23 @@ async def _interleaved(streams: Sequence[AsyncGenerator[Event]], progress: Progr
                 yield index, entry
     finally:
         await _cancel(tasks)
+
+
+async def _few_at_a_time(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs coroutines a few at a time, because all at once would hold the event loop. Returns their
+    results. Raises the first error, once the few have ended. The others then never begin."""
+    results: list[T] = []
+    try:
+        for start in range(0, len(work), STARTS_MAX):
+            some = await asyncio.gather(*work[start : start + STARTS_MAX], return_exceptions=True)
+            for result in some:
+                if isinstance(result, BaseException):
+                    raise result
+                results.append(result)
+    finally:
+        for one in work:
+            one.close()
+    return results
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -225,7 +243,7 @@ class Generations:
             else:
                 new = request_keys(key, tenant, request.state.digest, number)
                 await exits.enter_async_context(self._repeated.turn(new[0], progress, tenant))
-                keys = await asyncio.gather(*map(service.admission.known, new))
+                keys = await _few_at_a_time([service.admission.known(key) for key in new])
                 streams = [
                     service.streams.generate_once(
                         generation, own, progress.resume_request(index), tenant, trace

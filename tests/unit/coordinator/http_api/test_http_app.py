@@ -16,14 +16,14 @@ import pytest
 
 from coordinator.auth.access_control import AccessControl, RateExceeded, watch_keys
 from coordinator.decoding.sessions import RequestKey
-from coordinator.http_api.app import GeneratedResponse, _cancel
+from coordinator.http_api.app import GeneratedResponse, _cancel, _interleaved
 from coordinator.http_api.progress import Progress
 from outrider.errors import BadRequest, Unavailable
 from outrider.foundation import refusals
 from outrider.foundation.api_keys import Caller, add_key
 from outrider.interfaces.messages import PositionLogprobs
 from outrider.interfaces.request import Event, GenerateRequest, PromptTokens
-from outrider.limits import ENDINGS_MAX
+from outrider.limits import ENDINGS_MAX, STARTS_MAX
 from outrider.models.tokenizer import TokenizerText
 from tests.support.http_front import BODY, Front
 from tests.support.models import byte_level_tokenizer
@@ -528,3 +528,45 @@ async def test_the_streams_of_a_request_are_cancelled_a_few_at_a_time() -> None:
     cancelling.cancel()
     await asyncio.gather(cancelling, *tasks, return_exceptions=True)
     assert all(task.cancelled() for task in tasks)
+
+
+async def test_the_streams_of_a_request_begin_a_few_at_a_time() -> None:
+    """After an error, no more begin. Their first events are sent in steps, too."""
+    begun, gate = list[int](), asyncio.Semaphore(0)
+
+    async def stream(number: int) -> AsyncGenerator[Event]:
+        begun.append(number)
+        await gate.acquire()
+        if number == failing:
+            raise Unavailable("no target")
+        yield STARTED
+
+    for failing, num_begun in ((3, STARTS_MAX), (-1, 5 * STARTS_MAX)):
+        begun.clear()
+        streams = [stream(number) for number in range(5 * STARTS_MAX)]
+        events = _interleaved(streams, Progress(len(streams), None))
+        first = asyncio.create_task(anext(events))
+        await asyncio.sleep(0.01)
+        assert begun == [*range(STARTS_MAX)]
+        for _ in streams:
+            gate.release()
+        if failing >= 0:
+            with pytest.raises(Unavailable):
+                await first
+        else:
+            turns: list[float] = []
+            ticking = asyncio.create_task(_tick(turns))
+            assert await first == (0, STARTED)
+            sent = [await anext(events) for _ in streams[1:]]
+            assert [index for index, _ in sent] == [*range(1, len(streams))]
+            assert len(turns) >= len(streams) // STARTS_MAX
+            ticking.cancel()
+        assert begun == [*range(num_begun)]
+        await events.aclose()
+        gate = asyncio.Semaphore(0)
+
+
+async def _tick(turns: list[float]) -> None:
+    while True:
+        turns.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(0)
