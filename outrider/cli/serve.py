@@ -75,7 +75,7 @@ def serve(arguments: Arguments) -> int:
 
 
 async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> int:
-    """Runs until SIGINT or SIGTERM. Returns 130 if SIGINT came before the deployment served,
+    """Runs until SIGINT, SIGTERM or, unless `nohup` ignores it, SIGHUP. Returns 130 if SIGINT came before the deployment served,
     otherwise 0. Raises the error of a deployment that fails."""
     serving = asyncio.create_task(_until_it_fails(deployment, state, arguments))
     loop = asyncio.get_running_loop()
@@ -87,8 +87,9 @@ async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> i
             serving.cancel()
         received.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, end, number)
     try:
         await asyncio.wait((serving,))
         if not serving.cancelled():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from outrider.cli.main import main, parse
 from outrider.cli.options import connected, deployment_config, refuse_other_settings
 from outrider.cli.output import program
-from outrider.cli.serve import FIGURES, _until_it_fails, endpoints_text, status_table
+from outrider.cli.serve import FIGURES, _serve, _until_it_fails, endpoints_text, status_table
 from outrider.config.deployment import load_config
 from outrider.errors import ConfigError, Unavailable
 from outrider.fleet import local_state
@@ -149,6 +150,27 @@ async def test_commands_ask_the_record_where_coordinators_are_by_now(state: Path
             assert client.address == known.find() == "h:9"
         local_state.withdraw(state)
         assert known.find() == ""
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+async def test_a_terminal_that_closes_ends_a_deployment(state: Path, is_ignored: bool) -> None:
+    """Unless SIGHUP is ignored, as under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    deployment: Any = AsyncMock()
+    deployment.start = asyncio.Event().wait
+    serving = asyncio.create_task(_serve(deployment, state, parse(["serve"])))
+    try:
+        await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.01)
+        assert serving.done() is not is_ignored
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serving == 0
+        deployment.stop.assert_awaited_once()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_deployment_that_ended_by_itself_is_told_with_its_reason(
