@@ -67,11 +67,11 @@ def json_response(
 
 def error_body(error: Exception) -> ErrorBody:
     """Returns the body for an error. An error that is not an `OutriderError` is a bug, and the
-    client gets only a general message. Logs the traceback of errors with status 500."""
+    client gets only a general message. Logs the traceback of internal errors."""
     reported = errors.OutriderError("internal error; the server's log has its traceback")
     if isinstance(error, errors.OutriderError):
         reported = error
-    if reported.http_status == 500:
+    if reported.grpc_code == errors.OutriderError.grpc_code:
         _log.error("a request failed", exc_info=error)
     count_refusal(reported)
     name, code, param = _KINDS[reported.http_status]

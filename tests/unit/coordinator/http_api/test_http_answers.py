@@ -238,9 +238,16 @@ def test_tokens_are_spelled_as_they_stand_in_a_text(tokenizer: Any) -> None:
     ],
 )
 def test_one_shape_and_one_status_for_each_error(
-    error: errors.OutriderError, status: int, kind: str, param: str | None, code: str
+    error: errors.OutriderError,
+    status: int,
+    kind: str,
+    param: str | None,
+    code: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Only a bug is logged."""
     response = error_response(error)
+    assert bool(caplog.records) == (type(error) is errors.OutriderError)
     assert response.status_code == status
     told = json.loads(bytes(response.body))["error"]
     assert told == {"message": error.message, "type": kind, "param": param, "code": code}
