@@ -75,8 +75,8 @@ def serve(arguments: Arguments) -> int:
 
 
 async def _serve(deployment: Deployment, state: Path, arguments: Arguments) -> int:
-    """Runs until SIGINT, SIGTERM or, unless `nohup` ignores it, SIGHUP. Returns 130 if SIGINT came before the deployment served,
-    otherwise 0. Raises the error of a deployment that fails."""
+    """Runs until SIGINT, SIGTERM or, unless `nohup` ignores it, SIGHUP. Returns 130 if SIGINT came
+    before the deployment served, otherwise 0. Raises the error of a deployment that fails."""
     serving = asyncio.create_task(_until_it_fails(deployment, state, arguments))
     loop = asyncio.get_running_loop()
     received: list[int] = []
