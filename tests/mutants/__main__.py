@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,9 @@ from typing import Any, Final
 
 from tests.mutants.areas import AREAS, Mutant
 
-TIMEOUT_S: Final = 600.0
-"""Time limit of an area's tests. A mutant that makes them hang is caught."""
+TIMES_MAX: Final = 4.0
+"""Time limit of an area's tests on a mutant, as a multiple of their time without one. A mutant that
+makes them hang is caught."""
 LOST_MAX: Final = 0.02
 _COPIED: Final = (
     "outrider",
@@ -64,19 +66,23 @@ def run(
     def begin() -> None:
         of_thread.copy = _copy(root, directory / str(threading.get_ident()))
 
-    def passes(area: str) -> bool:
-        return _passes(AREAS[area].tests, of_thread.copy)
+    def seconds(area: str) -> float | None:
+        began = time.monotonic()
+        passed = _passes(AREAS[area].tests, of_thread.copy, None)
+        return time.monotonic() - began if passed else None
 
     def outcome_of(mutant: Mutant) -> dict[str, Any]:
-        found = {**mutant.to_json(), "outcome": _outcome(mutant, root, of_thread.copy)}
+        limit_s = TIMES_MAX * usual_s[mutant.area]
+        found = {**mutant.to_json(), "outcome": _outcome(mutant, root, of_thread.copy, limit_s)}
         print(json.dumps(found), flush=True)
         return found
 
     with ThreadPoolExecutor(workers, initializer=begin) as pool:
-        areas = dict.fromkeys(mutant.area for mutant in mutants)
-        for area, sound in zip(areas, pool.map(passes, areas), strict=True):
-            if not sound:
+        areas, usual_s = dict.fromkeys(mutant.area for mutant in mutants), dict[str, float]()
+        for area, took_s in zip(areas, pool.map(seconds, areas), strict=True):
+            if took_s is None:
                 raise SystemExit(f"the tests of {area} fail without a mutant; none can be judged")
+            usual_s[area] = took_s
         return list(pool.map(outcome_of, mutants))
 
 
@@ -91,14 +97,14 @@ def _copy(root: Path, to: Path) -> Path:
     return to
 
 
-def _outcome(mutant: Mutant, root: Path, copy: Path) -> str:
+def _outcome(mutant: Mutant, root: Path, copy: Path, timeout_s: float) -> str:
     file, changed = _changed(mutant, root)
     if changed is None:
         return "missing"
     target = copy / file
     target.write_text(changed)
     try:
-        return "survived" if _passes(AREAS[mutant.area].tests, copy) else "caught"
+        return "survived" if _passes(AREAS[mutant.area].tests, copy, timeout_s) else "caught"
     finally:
         shutil.copy(root / file, target)
 
@@ -116,14 +122,14 @@ def _changed(mutant: Mutant, root: Path) -> tuple[str, str | None]:
     return mutant.file, found.get(mutant.file)
 
 
-def _passes(tests: Sequence[str], copy: Path) -> bool:
-    """Whether all tests pass on the copy, which comes first on the path."""
+def _passes(tests: Sequence[str], copy: Path, timeout_s: float | None) -> bool:
+    """Whether all tests pass on the copy, which comes first on the path, in time."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     # A mutant may have the size and time stamp of the file it replaces: keep no bytecode.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, timeout=TIMEOUT_S, capture_output=True, check=False
+            command, cwd=copy, env=environment, timeout=timeout_s, capture_output=True, check=False
         )
     except subprocess.TimeoutExpired:
         return False
