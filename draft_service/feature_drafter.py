@@ -85,7 +85,7 @@ class FeatureDrafter(ModelDrafter):
     engine: Any
 
     def __init__(self, head: LoadedEagle3, engine: HeadEngine) -> None:
-        super().__init__(engine)  # type: ignore[arg-type]
+        super().__init__(engine)
         self._head = head.module
 
     def extend(self, branches: Sequence[AutoregressiveDraft]) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from draft_service.lookahead import LookAhead
@@ -140,14 +141,19 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
         self._begin([work for work in works if not self._look_ahead.works_on(work.item)])
         return works
 
-    def run(self, prepared: Sequence[_Drafting]) -> list[StepAnswer]:
+    def launch(self, prepared: Sequence[_Drafting]) -> Callable[[], list[StepAnswer]]:
+        """Runs all passes while the caller waits, because each pass needs the tokens of the one
+        before."""
+        return partial(self._run, prepared)
+
+    def _run(self, prepared: Sequence[_Drafting]) -> list[StepAnswer]:
         """If look-ahead already knows the answer to an item, runs no pass of look-ahead, because it
         would delay the answer."""
         ahead = self._look_ahead
         active = [work for work in prepared if ahead.works_on(work.item)]
         waiting = [work for work in prepared if not ahead.works_on(work.item)]
         admitted = [work for work in waiting if work.answer is None]
-        for works, drafts in self._admission.passes(admitted, self._pass, self._undo):
+        for works, drafts in self._admission.passes(admitted, self._launch, self._undo):
             self._finish(works, drafts)
         if any(isinstance(work.answer, Answers) and work.answer.answers for work in active):
             self._budget.drop_step()
@@ -223,7 +229,10 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
         work.draft = self._drafter.begin(request)
         work.draft.must_be_whole = item.must_be_whole
 
-    def _pass(self, works: Sequence[_Drafting]) -> Sequence[AutoregressiveDraft]:
+    def _launch(self, works: Sequence[_Drafting]) -> Callable[[], Sequence[AutoregressiveDraft]]:
+        return partial(self._passes, works)
+
+    def _passes(self, works: Sequence[_Drafting]) -> Sequence[AutoregressiveDraft]:
         drafts = [work.draft for work in works]
         self._drafter.extend(drafts)
         self._budget.note_passes(max(1, self._drafter.num_passes))

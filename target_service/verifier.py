@@ -1,4 +1,5 @@
-"""One step of a target: one forward pass over all items, then a verdict for each.
+"""One step of a target: one forward pass over all items, then a verdict for each. Between the
+launch of the pass and its end, the thread of the steps does other work.
 
 stage of an item                                        answer if the stage fails
 validate the item                                       `Refused`
@@ -199,13 +200,19 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         self._admission.admit(rounds, self._validate, self._prepare)
         return rounds
 
-    def run(self, prepared: Sequence[_Round]) -> list[StepAnswer]:
+    def launch(self, prepared: Sequence[_Round]) -> Callable[[], list[StepAnswer]]:
         admitted = [work for work in prepared if work.answer is None]
         with torch.inference_mode():
-            for rounds, logits in self._admission.passes(admitted, self._pass):
-                self._finish(rounds, logits)
-        self._admission.note_pages()
-        return [work.result for work in prepared]
+            passes = self._admission.passes(admitted, self._launch)
+
+        def wait() -> list[StepAnswer]:
+            with torch.inference_mode():
+                for rounds, logits in passes:
+                    self._finish(rounds, logits)
+            self._admission.note_pages()
+            return [work.result for work in prepared]
+
+        return wait
 
     def _validate(self, work: _Round) -> None:
         info, item, head = self._engine.info, work.item, work.head
@@ -245,8 +252,8 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             committed, num = aligned.committed, head.prompt_length
             work.history = TokenHistory(committed[:num], committed[num:], proposal.token_ids)
 
-    def _pass(self, rounds: Sequence[_Round]) -> list[Tensor]:
-        return self._engine.forward([work.step for work in rounds])
+    def _launch(self, rounds: Sequence[_Round]) -> Callable[[], list[Tensor]]:
+        return self._engine.launch([work.step for work in rounds])
 
     def _finish(self, rounds: Sequence[_Round], logits: Sequence[Tensor]) -> None:
         # Verdicts take little time. With more threads, the step might wait for a busy core.

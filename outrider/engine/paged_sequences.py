@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -26,9 +27,12 @@ class PageStore(Protocol):
 
 
 class PagedSequences:
-    """All methods of a `DraftingEngine` except `forward`, which subclasses add."""
+    """All methods of a `DraftingEngine` except `forward`, which subclasses add. Those that add it
+    also set `_device`."""
 
     info: ModelInfo
+    forward: Callable[[Sequence[SequenceStep]], list[Tensor]]
+    _device: torch.device
     stated_seconds = 0.0
     draft_layer: LoadedDraftHead | None = None
     _draft: DraftLayer | None = None  # runs `draft_layer` on the pages
@@ -47,6 +51,14 @@ class PagedSequences:
     @property
     def kv_cache_bytes(self) -> int:
         return sum(store.num_bytes for store in self._stores)
+
+    def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[Tensor]]:
+        """See `Engine.launch`. PyTorch queues the kernels of a GPU. A CPU computes while the caller
+        waits, so that what the caller does in between is not late by a whole pass."""
+        if self._device.type == "cpu":
+            return partial(self.forward, steps)
+        logits = self.forward(steps)
+        return lambda: logits
 
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True

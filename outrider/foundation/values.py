@@ -7,7 +7,7 @@ from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["replaced", "value"]
+__all__ = ["completed", "replaced", "value"]
 
 T = TypeVar("T")
 
@@ -26,6 +26,13 @@ def replaced(given: T, **changes: object) -> T:
     With 17 fields, it takes 1 us instead of 2.4 us."""
     kind: Any = type(given)
     made: T = kind(*_reader(kind)(given))
+    for name, new in changes.items():
+        setattr(made, name, new)
+    return made
+
+
+def completed(made: T, **changes: object) -> T:
+    """Sets fields of a value whose fields nothing has read so far. Returns the value."""
     for name, new in changes.items():
         setattr(made, name, new)
     return made

@@ -77,7 +77,8 @@ class Engine(Protocol):
 
     stated_seconds: float
     """The simulated duration of an emulated engine's steps since the last `take_stated_seconds`.
-    If the steps took less time, the caller waits for the rest. Always 0 in other engines."""
+    It begins with the launch of the first of these steps. If forward passes and verdicts took less
+    time, the caller waits for the rest. Always 0 in other engines."""
 
     @property
     def info(self) -> ModelInfo:
@@ -94,6 +95,12 @@ class Engine(Protocol):
         Raises `BadRequest` for a token id outside the vocabulary or a sequence longer than
         `max_model_len`. Raises `OutOfPages` if eviction does not make enough room. After either
         error, no sequence has changed."""
+
+    def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[Tensor]]:
+        """Begins a call of `forward`. Returns a function that waits for its end, and returns or
+        raises what the call does. The function must be called once, before any other call of this
+        engine. Until then, a GPU runs the pass. A CPU may begin when the function is called. May
+        raise the errors of `forward` at once."""
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """Whether `forward` could run these steps with the free and the evictable pages, if the

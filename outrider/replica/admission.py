@@ -283,27 +283,51 @@ class Admission:
     def passes(
         self,
         works: Sequence[W],
-        run: Callable[[Sequence[W]], Found],
+        launch: Callable[[Sequence[W]], Callable[[], Found]],
         undo: Callable[[W], None] = lambda work: None,
     ) -> Iterator[tuple[Sequence[W], Found]]:
-        """Calls `run` for all works, and yields them with the result. After an error, calls `run`
-        for each work alone, so that only the work that causes the error fails. Before that, `undo`
-        restores its session. Raises `EngineLost`."""
+        """Launches all works at once. The returned iterator waits for them, and yields them with
+        the result. After an error, it launches each work alone, so that only the work that causes
+        the error fails. Before that, `undo` restores its session. Both raise `EngineLost`."""
         if not works:
-            return
+            return iter(())
         try:
-            found = run(works)
+            wait = launch(works)
         except EngineLost:
             raise
         except OutriderError as error:
-            if len(works) == 1:
-                self.fail(works[0], error)
-                return
-            for work in works:
-                undo(work)
-                yield from self.passes([work], run, undo)
+            return self._passes_alone(works, error, launch, undo)
+        return self._waited_passes(works, wait, launch, undo)
+
+    def _waited_passes(
+        self,
+        works: Sequence[W],
+        wait: Callable[[], Found],
+        launch: Callable[[Sequence[W]], Callable[[], Found]],
+        undo: Callable[[W], None],
+    ) -> Iterator[tuple[Sequence[W], Found]]:
+        try:
+            found = wait()
+        except EngineLost:
+            raise
+        except OutriderError as error:
+            yield from self._passes_alone(works, error, launch, undo)
         else:
             yield works, found
+
+    def _passes_alone(
+        self,
+        works: Sequence[W],
+        error: OutriderError,
+        launch: Callable[[Sequence[W]], Callable[[], Found]],
+        undo: Callable[[W], None],
+    ) -> Iterator[tuple[Sequence[W], Found]]:
+        if len(works) == 1:
+            self.fail(works[0], error)
+            return
+        for work in works:
+            undo(work)
+            yield from self.passes([work], launch, undo)
 
     def fail(self, work: W, error: OutriderError) -> None:
         """Refuses an item, and forgets its session, whose state may be wrong after the error."""

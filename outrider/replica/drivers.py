@@ -51,10 +51,10 @@ def _sleep_exactly() -> None:
 
 class ThreadDriver:
     """Runs steps on its own thread, one after another, and never waits for the event loop. After a
-    step, `stated_seconds` returns the duration that an emulated engine states for the step. If the
-    step took less, the thread sleeps for the rest. So the stated time covers forward pass and
-    verdicts. An idle Linux ends the sleep 0.03 to 0.06 ms late. The thread then also waits for the
-    interpreter's lock."""
+    step, `stated_seconds` returns the duration that an emulated engine states for the step. If less
+    time has passed since the launch, the thread sleeps for the rest. So the stated time covers
+    forward pass and verdicts, and all that a GPU would not wait for. An idle Linux ends the sleep
+    0.03 to 0.06 ms late. The thread then also waits for the interpreter's lock."""
 
     def __init__(
         self,
@@ -119,50 +119,57 @@ class ThreadDriver:
             hear_all()
             ended(failure)
 
+        def tell() -> None:
+            outcome = steps.report()
+            if outcome is not None:
+                outcomes.append(outcome)
+                loop.call_soon_threadsafe(hear_all)
+
         def run() -> None:
             failure = None
             try:
                 while not self._is_stopping:
-                    _receive(inbox, steps, loop.time)
+                    _receive(inbox, steps, steps.due_at - loop.time())
                     if not self._is_stopping:
-                        self._step(steps, outcomes, loop.time, notify)
+                        self._turn(steps, inbox, tell, loop.time)
+                tell()
             except Exception as error:  # noqa: BLE001 - the event loop handles it
                 failure = error
             with suppress(RuntimeError):  # The event loop may be closed by now.
                 loop.call_soon_threadsafe(end, failure)
 
-        notify = partial(loop.call_soon_threadsafe, hear_all)
         self._tasks.put(run)
         self._wake = partial(inbox.put, None)
         return inbox.put
 
-    def _step(
+    def _turn(
         self,
         steps: StepLoop[Item, Prepared],
-        outcomes: deque[Outcome[Item]],
+        inbox: SimpleQueue[Message[Item] | None],
+        tell: Callable[[], None],
         clock: Callable[[], float],
-        notify: Callable[[], object],
     ) -> None:
-        """Runs one turn of the loop, and adds its outcome to `outcomes`."""
+        """Runs one turn of the loop. `tell` reports the step before. If it can, it does so after
+        the launch, because event loop and thread contend for the interpreter while the engine
+        stands still."""
         self.running_since = now = clock()
         step = steps.schedule(now)
-        if outcomes:
-            # The event loop sends the last step's answers while this step runs. Otherwise the two
-            # would contend for the interpreter while the engine stands still.
-            notify()
+        if steps.is_awaited or not step.works:
+            tell()
         if step.works:
-            start = time.perf_counter()
-            steps.run(step)
-            missing = self._stated_seconds() - (time.perf_counter() - start)
+            launched_at = time.perf_counter()
+            steps.launch(step)
+            tell()
+            _receive(inbox, steps, 0.0)
+            steps.wait(step)
+            missing = launched_at + self._stated_seconds() - time.perf_counter()
             if missing > 0:
                 time.sleep(missing)
-        outcome = steps.postprocess(step, clock())
+        steps.postprocess(step, clock())
         self.running_since = None
-        if outcome is not None:
-            outcomes.append(outcome)
-            self._is_stopping |= isinstance(outcome.failure, EngineLost)
-            if steps.due_at > clock():
-                notify()
+        self._is_stopping |= isinstance(step.failure, EngineLost)
+        if steps.due_at > clock():
+            tell()
 
     def stop(self, *, at_once: bool = False) -> None:
         """Runs no step after the running one. A step that hangs is left to itself (`at_once`)."""
@@ -172,14 +179,11 @@ class ThreadDriver:
 
 
 def _receive(
-    inbox: SimpleQueue[Message[Item] | None],
-    steps: StepLoop[Item, Prepared],
-    clock: Callable[[], float],
+    inbox: SimpleQueue[Message[Item] | None], steps: StepLoop[Item, Prepared], seconds: float
 ) -> None:
-    """Waits until the next step is due or a message arrives, and passes on all messages."""
+    """Passes on all messages. If there is none, waits for one, at most `seconds`."""
     with suppress(Empty):
-        left_s = steps.due_at - clock()
-        message = inbox.get(left_s > 0, min(left_s, threading.TIMEOUT_MAX))
+        message = inbox.get(seconds > 0, min(seconds, threading.TIMEOUT_MAX))
         while True:
             if message is not None:
                 steps.receive(message)
@@ -211,11 +215,22 @@ class InlineDriver:
             inbox.append(message)
             self._wake.set()
 
+        def tell() -> None:
+            outcome = steps.report()
+            if outcome is not None:
+                hear(outcome)
+
+        def receive() -> None:
+            self._wake.clear()
+            while inbox:
+                steps.receive(inbox.popleft())
+
         async def run() -> None:
             failure = None
             try:
                 while not self._is_stopping:
-                    await self._turn(steps, inbox, hear)
+                    await self._turn(steps, receive, tell)
+                tell()
             except Exception as error:  # noqa: BLE001 - the service handles it
                 failure = error
             ended(failure)
@@ -224,37 +239,45 @@ class InlineDriver:
         return post
 
     async def _turn(
-        self,
-        steps: StepLoop[Item, Prepared],
-        inbox: deque[Message[Item]],
-        hear: Callable[[Outcome[Item]], None],
+        self, steps: StepLoop[Item, Prepared], receive: Callable[[], None], tell: Callable[[], None]
     ) -> None:
+        """See `ThreadDriver._turn`."""
         clock = asyncio.get_running_loop().time
         if steps.due_at > clock():
             await self._wait(steps.due_at)
         if self._is_stopping:
             return
-        self._wake.clear()
-        while inbox:
-            steps.receive(inbox.popleft())
+        receive()
         self.running_since = now = clock()
         step = steps.schedule(now)
+        if steps.is_awaited or not step.works:
+            tell()
         if step.works:
-            await self.run(steps, step)
-        outcome = steps.postprocess(step, clock())
+            steps.launch(step)
+            tell()
+            await self.run(steps, step, receive)
+        steps.postprocess(step, clock())
         self.running_since = None
-        if outcome is not None:
-            hear(outcome)
-            self._is_stopping |= isinstance(outcome.failure, EngineLost)
+        self._is_stopping |= isinstance(step.failure, EngineLost)
+        if steps.due_at > clock():
+            tell()
 
     async def _wait(self, until: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(None if until == math.inf else until):
                 await self._wake.wait()
 
-    async def run(self, steps: StepLoop[Item, Prepared], step: Step[Item, Prepared]) -> None:
-        """Runs a step at once, and then waits for its stated time."""
-        steps.run(step)
+    async def run(
+        self,
+        steps: StepLoop[Item, Prepared],
+        step: Step[Item, Prepared],
+        receive: Callable[[], None],
+    ) -> None:
+        """Waits for the stated time of a launched step. Messages that arrive in this time are
+        received before the step ends. An engine may state more time at the end."""
+        await asyncio.sleep(self._stated_seconds())
+        receive()
+        steps.wait(step)
         await asyncio.sleep(self._stated_seconds())
 
     def stop(self, *, at_once: bool = False) -> None:

@@ -4,7 +4,7 @@ a session. Items that arrive during a *step* share the next step, so batches gro
     event loop (`SteppedService`)          driver, usually a thread (`StepLoop`)
     receives, decodes and refuses items    takes messages, admits items
         messages ->                        runs a step, forms the sessions' next requests
-    sends answers                          <- outcomes
+    sends answers                          <- outcomes, while the next step runs
 
 Neither waits for the other. Only the driver touches the state of the `StepLoop`, and only the event
 loop ends requests. If a step hangs, the event loop refuses its requests."""
@@ -96,6 +96,7 @@ class SteppedService(ReplicaService, Generic[Item]):
         self._closing = False
         self.lost: EngineLost | None = None  # why no more steps can run; None while steps can run
         self._late: Unavailable | None = None  # why items are refused; None unless a step is late
+        self._late_since = -math.inf  # when the late step began
         self._watch = StepWatch(
             steps.worker.expected,
             lambda: driver.running_since,
@@ -288,7 +289,7 @@ class SteppedService(ReplicaService, Generic[Item]):
         now = outcome.ended_at
         if outcome.expected is not None:
             self._watch.note(outcome.started_at, now, outcome.expected)
-        if self._late is not None:
+        if self._late is not None and outcome.started_at >= self._late_since:
             self._late = None
             self.health_changed.set()
         self._send_answers([*outcome.ended, *outcome.progress], now)
@@ -366,6 +367,7 @@ class SteppedService(ReplicaService, Generic[Item]):
         """Refuses all open requests, so that their sessions move to other replicas. The step's
         answers are dropped."""
         self._late = Unavailable(f"a step has not ended in {seconds:.1f} s")
+        self._late_since = self._driver.running_since or -math.inf
         logger.warning("no items are taken until the step ends: %s", self._late)
         self.health_changed.set()
         works = self._all_open()

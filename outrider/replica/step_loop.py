@@ -4,10 +4,15 @@ A driver (`outrider.replica.drivers`) calls the methods of a `StepLoop` again an
 
     receive         takes what has arrived
     schedule        frees pages, chooses requests, and admits them
-    run             runs the engine, and computes the answers
-    postprocess     forms the sessions' next requests, and returns what to send
+    launch          begins the step on the engine
+    report          forms the answers of the step before, while the engine computes
+    receive         takes what has arrived since
+    wait            waits for the engine, and computes verdicts or proposals
+    postprocess     forms the sessions' next requests
 
-A `StepLoop` has no thread and no clock. All times are seconds on the event loop's clock."""
+Between two steps, the engine waits for `postprocess`, `receive` and `schedule`. So these do no more
+than the next step needs. A `StepLoop` has no thread and no clock. All times are seconds on the
+event loop's clock."""
 
 from __future__ import annotations
 
@@ -16,13 +21,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from outrider import limits
 from outrider.errors import DeadlineExceeded, EngineLost, OutriderError, check
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.logs import about
-from outrider.foundation.values import replaced
+from outrider.foundation.values import completed
 from outrider.interfaces.messages import ProposalReply, Refused, RoundAnswer, VerdictReply
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.step_request import (
@@ -55,9 +61,11 @@ class Worker(ABC, Generic[Item, Prepared]):
         order of arrival."""
 
     @abstractmethod
-    def run(self, prepared: Sequence[Prepared]) -> Sequence[StepAnswer]:
-        """Runs the admitted items, and answers each. If an item causes an error, only this item
-        gets `Refused`. Raises `EngineLost` if no more steps can run."""
+    def launch(self, prepared: Sequence[Prepared]) -> Callable[[], Sequence[StepAnswer]]:
+        """Begins to run the admitted items. Returns a function that ends this, and answers each
+        item. If an item causes an error, only this item gets `Refused`. Both raise `EngineLost` if
+        no more steps can run. Between the two calls, no other method but `expected` may be
+        called."""
 
     @abstractmethod
     def leave(self, session_ids: Mapping[str, bool]) -> None:
@@ -118,10 +126,11 @@ class Progress(NamedTuple, Generic[Item]):
 class Step(Generic[Item, Prepared]):
     """One turn of the loop. Has no requests if none is due."""
 
-    def __init__(self, started_at: float) -> None:
-        self.started_at = started_at
+    def __init__(self, started_at: float, num_received: int) -> None:
+        self.started_at, self.num_received = started_at, num_received
         self.works: Sequence[StepRequest[Item]] = ()
         self.prepared: Sequence[Prepared] = ()
+        self.results: Callable[[], Sequence[StepAnswer]] = tuple
         self.answers: Sequence[StepAnswer] = ()
         self.failure: Exception | None = None
 
@@ -188,6 +197,12 @@ class StepLoop(Generic[Item, Prepared]):
         self._delay = BatchingDelay(seconds, max_num_seqs)
         self._held_until: float | None = None  # None unless the next step waits for sessions
         self._rests_until = -math.inf
+        self._running: dict[str, StepRequest[Item]] = {}
+        """The requests of the step by session, except those that are no longer wanted."""
+        self._unreported: Callable[[], Outcome[Item]] | None = None
+        self.is_awaited = False
+        """Whether callers wait for answers that `report` would return. If not, their sessions go on
+        by themselves."""
         self._leaving: BoundedDict[str, bool] = BoundedDict(limits.SEQUENCES_PER_REPLICA_MAX)
         """Sessions that the worker forgets (True), or whose pages it frees (False), before the next
         step. Beyond the limit, drops the oldest entry. Its pages are freed on demand."""
@@ -197,7 +212,10 @@ class StepLoop(Generic[Item, Prepared]):
         self._num_starved = 0  # value of the worker's `figures.num_starved` after the last step
 
     def receive(self, message: Message[Item]) -> None:
-        """Takes a message. Messages must come in the order in which they were sent."""
+        """Takes a message. Messages must come in the order in which they were sent. While a step
+        runs, this calls neither worker nor engine. If the session of a running request is released,
+        or the request is cancelled or withdrawn, what the step says of it is dropped. All other
+        messages take effect when the step has ended."""
         self._num_received += 1
         self._has_received = True
         self._rests_until = -math.inf
@@ -206,15 +224,17 @@ class StepLoop(Generic[Item, Prepared]):
                 self._continuation.arrived(work, self)
             case Release(session_id):
                 self.queue.drop(session_id)
+                self._running.pop(session_id, None)
                 self._continuation.forget(session_id)
                 self._delay.forget(session_id)
                 self._leaving[session_id] = True
             case Eviction(session_ids):
                 self._evict(session_ids)
             case Withdrawal(session_ids):
-                for work in self.queue.waiting:
+                for work in (*self.queue.waiting, *self._running.values()):
                     self._continuation.forget(work.session_id)
                 self.queue.clear()
+                self._running.clear()
                 self._evict(session_ids)
 
     def enqueue(self, work: StepRequest[Item]) -> None:
@@ -233,13 +253,16 @@ class StepLoop(Generic[Item, Prepared]):
         self._ended.append(Progress(work, answers, then=then))
 
     def cancel(self, work: StepRequest[Item], answers: Sequence[RoundAnswer]) -> None:
-        """Ends a request that is in the queue."""
-        self.queue.remove([work])
+        """Ends a request that waits or runs."""
+        if self._running.get(work.session_id) is work:
+            del self._running[work.session_id]
+        else:
+            self.queue.remove([work])
         self.end(work, answers)
 
     def schedule(self, now: float) -> Step[Item, Prepared]:
         """Begins a step. If no step is due, the step has no requests, and only frees pages."""
-        step = Step[Item, Prepared](now)
+        step = Step[Item, Prepared](now, self._num_received)
         if self._is_due(now):
             step.works, unwanted, late = self.queue.take(now)
             for work in unwanted:
@@ -248,6 +271,7 @@ class StepLoop(Generic[Item, Prepared]):
                 error = DeadlineExceeded("the deadline passed before a step began")
                 self._end(work, now, refusal(work.key, error))
                 self._leaving.setdefault(work.session_id, False)
+            self._running = {work.session_id: work for work in step.works}
         leaving = dict(self._leaving)
         self._leaving.clear()
         try:
@@ -276,47 +300,67 @@ class StepLoop(Generic[Item, Prepared]):
         self._held_until = None
         return True
 
-    def run(self, step: Step[Item, Prepared]) -> None:
-        """Runs the engine for a step with requests."""
+    def launch(self, step: Step[Item, Prepared]) -> None:
+        """Begins to run a step with requests."""
         if step.failure is not None:
             return
         try:
-            step.answers = self.worker.run(step.prepared)
+            step.results = self.worker.launch(step.prepared)
+        except Exception as error:  # noqa: BLE001 - `postprocess` handles it
+            step.failure = error
+
+    def wait(self, step: Step[Item, Prepared]) -> None:
+        """Waits until a step has run."""
+        if step.failure is not None:
+            return
+        try:
+            step.answers = step.results()
             num, wanted = len(step.answers), len(step.works)
             check(num == wanted, f"{num} answers to {wanted} items")
         except Exception as error:  # noqa: BLE001 - `postprocess` handles it
             step.failure = error
 
-    def postprocess(self, step: Step[Item, Prepared], now: float) -> Outcome[Item] | None:
-        """Ends a step. Returns what the event loop must know, or None if this is nothing."""
+    def postprocess(self, step: Step[Item, Prepared], now: float) -> None:
+        """Ends a step. `report` must be called before the next step ends."""
+        check(self._unreported is None, "the step before was not reported")
         progress: list[Progress[Item]] = []
         if step.failure is not None:
             self._note_failure(step, now)
         elif step.works:
             self.worker.note_seconds(now - step.started_at)
             progress = self._note_answers(step, now)
+        self._running = {}
         if step.works and self.queue.waiting:
-            found_none = progress and all(one.unfinished is Unfinished.WAITS for one in progress)
-            self._rests_until = now + STARVED_REST_S if found_none else -math.inf
+            is_rest = self._num_received == step.num_received and bool(progress)
+            is_rest = is_rest and all(one.unfinished is Unfinished.WAITS for one in progress)
+            self._rests_until = now + STARVED_REST_S if is_rest else -math.inf
             self.due_at = max(now, self._rests_until)
+        if step.works and self._leaving:
+            self.due_at = now  # Frees the pages even if no step follows.
         num_starved, self._num_starved = self._num_starved, self.worker.figures.num_starved
         ended, self._ended = self._ended, []
         is_idle = not self.queue.waiting
-        is_news = step.works or step.failure or ended or (is_idle and self._has_received)
-        if not is_news:
-            return None
-        self._has_received = False
-        return Outcome(
-            step.started_at,
-            now,
-            ended,
-            progress,
-            self.worker.expected() if step.works else None,
-            step.failure,
-            self._num_starved > num_starved,
-            self._num_received,
-            is_idle,
-        )
+        if step.works or step.failure or ended or (is_idle and self._has_received):
+            self._has_received = False
+            self.is_awaited = any(one.answers and not one.then for one in (*ended, *progress))
+            outcome = Outcome(
+                step.started_at,
+                now,
+                ended,
+                progress,
+                self.worker.expected() if step.works else None,
+                step.failure,
+                self._num_starved > num_starved,
+                self._num_received,
+                is_idle,
+            )
+            self._unreported = partial(_with_times, outcome, step.answers)
+
+    def report(self) -> Outcome[Item] | None:
+        """Returns what the event loop must know of the step that has ended last. Returns None if
+        this is nothing, or if it was returned before."""
+        unreported, self._unreported, self.is_awaited = self._unreported, None, False
+        return None if unreported is None else unreported()
 
     def _note_failure(self, step: Step[Item, Prepared], now: float) -> None:
         """Handles a crash of a step. If the step had one request, refuses the request. If the step
@@ -327,24 +371,29 @@ class StepLoop(Generic[Item, Prepared]):
         if isinstance(step.failure, EngineLost):
             return
         logger.error("a step crashed", exc_info=step.failure, extra=about(session_ids=sessions))
-        if len(step.works) == 1:
-            crash = OutriderError("the step crashed; the replica's log has the traceback")
-            [work] = step.works
-            self._end(work, now, refusal(work.key, crash))
-            return
-        for work in step.works:
+        crash = OutriderError("the step crashed; the replica's log has the traceback")
+        wanted = [work for work in step.works if self._is_wanted(work)]
+        for work in wanted:
             work.runs_alone = True
-        self.queue.requeue(step.works)
+            if len(step.works) == 1:
+                self._end(work, now, refusal(work.key, crash))
+        if len(step.works) > 1:
+            self.queue.requeue(wanted)
+
+    def _is_wanted(self, work: StepRequest[Item]) -> bool:
+        """Whether a request of the step is still wanted."""
+        return self._running.get(work.session_id) is work
 
     def _note_answers(self, step: Step[Item, Prepared], now: float) -> list[Progress[Item]]:
         """Notes the answers of a step. Forms the sessions' next requests, and returns unfinished
         requests to the queue."""
-        num_sharing = sum(answer is not Unfinished.WAITS for answer in step.answers)
         progress: list[Progress[Item]] = []
         for work, answer in zip(step.works, step.answers, strict=True):
+            if not self._is_wanted(work):
+                continue
             if work.started_at is None and answer is not Unfinished.WAITS:
                 work.started_at = step.started_at
-            answers = [_timed(part, work, now, num_sharing) for part in work.progress(answer)]
+            answers = work.progress(answer)
             if work.unfinished is not None:
                 progress.append(Progress(work, answers, work.unfinished))
                 continue
@@ -352,12 +401,12 @@ class StepLoop(Generic[Item, Prepared]):
             then, held_s = self._continuation.answered(work, last, now)
             if then is not None:
                 self.queue.add(then)
-            elif isinstance(last, VerdictReply | ProposalReply):
+            elif isinstance(last, VerdictReply | ProposalReply) and not self.queue.has(work):
                 self._delay.answered(work.session_id, work.item.num_rows, now)
             if held_s <= now - step.started_at:
                 held_s = 0.0  # The step was long, for example because it ran a part of a prompt.
             progress.append(Progress(work, answers, None, held_s, then))
-        self.queue.requeue([work for work in step.works if work.unfinished is not None])
+        self.queue.requeue([one.work for one in progress if one.unfinished is not None])
         return progress
 
     def _end(self, work: StepRequest[Item], now: float, answer: Refused | None = None) -> None:
@@ -369,17 +418,20 @@ class StepLoop(Generic[Item, Prepared]):
             self._leaving.setdefault(session_id, False)
 
 
-def _timed(
-    answer: RoundAnswer, work: StepRequest[Item], end: float, num_sharing: int
-) -> RoundAnswer:
-    """Sets the times of a verdict or proposal: how long its item waited for its first step, and how
-    long the item then took until `end`. `num_sharing` items shared the last step."""
-    if not isinstance(answer, VerdictReply | ProposalReply):
-        return answer
-    started_at = end if work.started_at is None else work.started_at
-    queue_ms = max(0.0, started_at - work.arrived_at) * 1000
-    compute_ms = (end - started_at) * 1000
-    if isinstance(answer, VerdictReply):
-        return replaced(answer, queue_ms=queue_ms, compute_ms=compute_ms)
-    work_ms = compute_ms / num_sharing
-    return replaced(answer, queue_ms=queue_ms, compute_ms=compute_ms, work_ms=work_ms)
+def _with_times(outcome: Outcome[Item], answers: Sequence[StepAnswer]) -> Outcome[Item]:
+    """Sets the times of the verdicts and proposals in a step's outcome: how long an item waited for
+    its first step, and how long it then took until the end. Returns the outcome. `answers` are
+    those of all items that shared the step. Nothing has read an answer so far."""
+    num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
+    end = outcome.ended_at
+    for work, own, *_ in outcome.progress:
+        started_at = end if work.started_at is None else work.started_at
+        queue_ms = max(0.0, started_at - work.arrived_at) * 1000
+        compute_ms = (end - started_at) * 1000
+        for answer in own:
+            if isinstance(answer, VerdictReply):
+                completed(answer, queue_ms=queue_ms, compute_ms=compute_ms)
+            elif isinstance(answer, ProposalReply):
+                work_ms = compute_ms / num_sharing
+                completed(answer, queue_ms=queue_ms, compute_ms=compute_ms, work_ms=work_ms)
+    return outcome

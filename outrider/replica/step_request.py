@@ -167,6 +167,10 @@ class RequestQueue(Generic[Item]):
             for others in (self.waiting, self._by_session[work.session_id]):
                 insort_left(others, work, key=_ARRIVED_AT)
 
+    def has(self, work: StepRequest[Item]) -> bool:
+        """Whether a request of the same session waits."""
+        return work.session_id in self._by_session
+
     def take(
         self, now: float
     ) -> tuple[list[StepRequest[Item]], list[StepRequest[Item]], list[StepRequest[Item]]]:

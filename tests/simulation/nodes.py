@@ -45,6 +45,7 @@ from tests.simulation.processes import Process
 from tests.simulation.shown import CheckedHead, KeepingEngine, PairEngine, pair_drafter
 from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine, toy_grammars, toy_text
 from tests.support.pages import check_service
+from tests.support.rounds import each_step
 
 T = TypeVar("T")
 PLACING_S = 0.05
@@ -240,7 +241,7 @@ def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
 
 def head_service() -> DraftService:
     drafter = CheckedHead(SPEC, NUM_SEQUENCES)
-    driver = InlineDriver(lambda: HEAD_STEP_S)
+    driver = InlineDriver(each_step(HEAD_STEP_S))
     return DraftService(drafter, driver, max_num_seqs=NUM_SEQUENCES)
 
 
@@ -278,23 +279,25 @@ class ReplicaNode(Node):
         a draft. Counts preemptions."""
         worker = self.service._worker
 
-        def watched(call: Any, items: Any) -> Any:
+        def watched(call: Any, *items: Any) -> Any:
             num_before = worker.figures.num_preemptions
             try:
-                return call(items)
+                return call(*items)
             except Exception as error:
                 world.hear_failure(InvariantError(f"a step of {self.name} crashed: {error!r}"))
                 raise
             finally:
                 world.shapes["preempted"] += worker.figures.num_preemptions - num_before
 
-        worker.prepare, worker.run = partial(watched, worker.prepare), partial(watched, worker.run)
+        launch = worker.launch
+        worker.prepare = partial(watched, worker.prepare)
+        worker.launch = lambda items: partial(watched, watched(launch, items))
 
     def _watch_draws(self, world: Any) -> None:
         """Checks that every token that a model draws is in its proposal: dropping one for being
         late would bias the output."""
         proposer = self.service._worker
-        drafter, run = proposer._drafter, proposer.run
+        drafter, run = proposer._drafter, proposer._run
         if not isinstance(drafter, ModelDrafter):
             return
         sampler = drafter._sampler
@@ -318,7 +321,7 @@ class ReplicaNode(Node):
                         world.hear_failure(InvariantError(found))
             return answers
 
-        sampler._draw, proposer.run = counted, compared  # type: ignore[method-assign]
+        sampler._draw, proposer._run = counted, compared  # type: ignore[method-assign]
 
     def get_stuck(self) -> None:
         """Its next step never ends."""

@@ -18,7 +18,7 @@ from outrider.replica.drivers import InlineDriver
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from target_service.service import TargetService
 from tests.support.pages import check_service
-from tests.support.rounds import SeverableLink
+from tests.support.rounds import SeverableLink, each_step
 from tests.support.script_store import ScriptStore
 from tests.support.toy_engine import ToyEngine
 
@@ -82,13 +82,13 @@ def target_service(
     engine: Any = None, step_s: float | None = None, **options: Any
 ) -> TargetService:
     """A target with 8 seats. Its engine is a toy by default, and its steps take `STEP_S`."""
-    driver = InlineDriver(lambda: STEP_S if step_s is None else step_s)
+    driver = InlineDriver(each_step(STEP_S if step_s is None else step_s))
     return TargetService(engine or ToyEngine(), driver, max_num_seqs=8, **options)
 
 
 def draft_service(engine: Any = None, step_s: float | None = None, **options: Any) -> DraftService:
     """A draft with 8 seats. By default its engine disagrees with the toy target's."""
-    driver = InlineDriver(lambda: STEP_S if step_s is None else step_s)
+    driver = InlineDriver(each_step(STEP_S if step_s is None else step_s))
     drafter = ModelDrafter(engine or ToyEngine(salt=2))
     return DraftService(drafter, driver, max_num_seqs=8, **options)
 

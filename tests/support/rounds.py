@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import Any, Self
 
 from draft_service.feature_drafter import FeatureDrafter
@@ -86,7 +87,12 @@ def make_head(
 
 def run_step(worker: Worker[Any, Any], items: Sequence[messages.RoundItem]) -> list[Any]:
     """The answers to items of one step."""
-    return [*worker.run(worker.prepare(items))]
+    return [*worker.launch(worker.prepare(items))()]
+
+
+def each_step(seconds: float) -> Callable[[], float]:
+    """For an `InlineDriver`: every step takes this time, all of it between launch and end."""
+    return cycle((seconds, 0.0)).__next__
 
 
 class SeverableLink(MemoryLink):
@@ -167,7 +173,7 @@ class Replica:
             make = DraftService
             served = drafter_over(engine, options.pop("parallel_token", None))
             engine = served.engine
-        seconds = partial(take_stated_seconds, engine) if step_s is None else lambda: step_s
+        seconds = partial(take_stated_seconds, engine) if step_s is None else each_step(step_s)
         self.engine = engine
         driver = options.pop("driver", None) or InlineDriver(seconds)
         self.service: Any = make(served, driver, **({"max_num_seqs": 64} | options))

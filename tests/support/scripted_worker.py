@@ -1,6 +1,6 @@
 """A worker whose answers a test states."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from outrider.interfaces.engine import PageCounts
@@ -42,6 +42,9 @@ class ScriptedWorker(Worker[DraftItem, DraftItem]):
         if self.crash is not None and (not self.culprits or sessions & self.culprits):
             raise self.crash
         return [self._answer(item) for item in prepared]
+
+    def launch(self, prepared: Sequence[DraftItem]) -> Callable[[], Sequence[StepAnswer]]:
+        return lambda: self.run(prepared)
 
     def _answer(self, item: DraftItem) -> StepAnswer:
         session = number(item.head.session_id)

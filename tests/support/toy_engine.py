@@ -71,6 +71,11 @@ class ToyEngine:
             raise crash
         return logits
 
+    def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[torch.Tensor]]:
+        """Computes at once, as `EmulatedEngine` does."""
+        logits = self.forward(steps)
+        return lambda: logits
+
     def _run(self, step: SequenceStep) -> torch.Tensor:
         tokens = self.tokens(step.sequence_id).since(0)
         vocab_size, first = self.info.vocab_size, len(tokens) - step.num_logits + 1

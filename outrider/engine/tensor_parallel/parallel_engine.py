@@ -7,7 +7,7 @@ engine's method and the method's arguments."""
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import torch
@@ -22,6 +22,7 @@ _UNSENT_BYTES_MAX = 2**18
 """Calls that are not steps wait for the next step, or until they have this many bytes together."""
 
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class ParallelEngine:
@@ -59,22 +60,34 @@ class ParallelEngine:
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`. Raises `EngineLost` if the ranks' pages may differ."""
+        return self.launch(steps)()
+
+    def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[torch.Tensor]]:
+        """See `Engine.launch`. The other ranks begin at once."""
         if self._broken is not None:
             raise EngineLost(f"the ranks run no more steps: {self._broken}") from self._broken
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         if not self._engine.can_hold(steps):
             raise OutOfPages("too few pages are free for the sequences of this step")
         self._unsent += pack_call("forward", *steps)
+        wait = self._sent(lambda: self._begin(steps))
+        return lambda: self._sent(wait)
+
+    def _begin(self, steps: Sequence[SequenceStep]) -> Callable[[], list[torch.Tensor]]:
+        self._send_frame(self._taken())
+        wait: Callable[[], list[torch.Tensor]] = self._engine.launch(steps)
+        return wait
+
+    def _sent(self, call: Callable[[], Result]) -> Result:
+        """Makes a call that is a part of a step on all ranks. Raises `EngineLost` if it fails."""
         try:
-            self._send_frame(self._taken())
-            rows: list[torch.Tensor] = self._engine.forward(steps)
+            return call()
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
                 raise
             _log.exception("a step failed after it was sent to other ranks; no more steps can run")
             raise EngineLost(f"a step failed on some ranks: {error}") from error
-        return rows
 
     def forward_draft(
         self, steps: Sequence[SequenceStep], features: Sequence[torch.Tensor]

@@ -154,6 +154,15 @@ def test_a_repeated_context_repeats_no_outcome() -> None:
     assert sum(accepted) / 400 == pytest.approx(0.5, abs=0.125)
 
 
+def test_the_stated_time_of_a_pass_is_known_at_its_launch() -> None:
+    engine = EmulatedEngine(EmulatedSpec.parse("verify_ms=10"), "target")
+    wait = engine.launch([SequenceStep("s", (1, 2), 1)])
+    assert take_stated_seconds(engine) == pytest.approx(0.010)
+    other = EmulatedEngine(EmulatedSpec.parse("verify_ms=10"), "target")
+    assert torch.equal(wait()[0], rows(other, (1, 2), 1))
+    assert take_stated_seconds(engine) == 0.0
+
+
 def test_stated_times() -> None:
     spec = EmulatedSpec.parse("verify_ms=10,verify_tokens=4,draft_ms=2,draft_branches=3")
     target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")

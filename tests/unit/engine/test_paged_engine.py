@@ -135,6 +135,28 @@ def test_bfloat16_gives_float32_logits(make_engine: EngineMaker) -> None:
     assert (rows - expected).norm() <= 3 * (dense(library, ids(40)) - expected).norm()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_pass_begins_at_its_launch_on_a_gpu_and_in_the_wait_on_a_cpu(
+    device: str, make_engine: EngineMaker
+) -> None:
+    """The kernels of this engine run on the CPU in both cases."""
+    module = llama()
+    engine, library = make_engine(module), twin(module)
+    forward, on_cpu = engine.forward, engine._device
+
+    def run_on_cpu(steps: Any) -> Any:
+        engine._device = on_cpu
+        return forward(steps)
+
+    engine.forward = run_on_cpu  # type: ignore[method-assign]
+    engine._device = torch.device(device)
+    wait = engine.launch([SequenceStep("a", ids(6), 2)])
+    assert engine.length("a") == (6 if device == "cuda" else 0)
+    [rows] = wait()
+    assert engine.length("a") == 6
+    assert gap(rows, dense(library, ids(6))[-2:]) < EXACT
+
+
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**40])
 def test_a_bad_token_changes_nothing(bad: int, make_engine: EngineMaker) -> None:
     engine = make_engine(llama())

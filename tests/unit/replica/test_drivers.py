@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -128,6 +129,38 @@ class Series(Continuation[DraftItem]):
         return StepRequest(item, work.sender, now, work.expires_at), 0.0
 
 
+class Computing(ScriptedWorker):
+    """Takes `TAKES_S` to launch, and `TAKES_S` to end."""
+
+    TAKES_S = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: list[float] = []
+
+    def launch(self, prepared: Sequence[DraftItem]) -> Callable[[], Sequence[StepAnswer]]:
+        self.began.append(time.monotonic())
+        time.sleep(self.TAKES_S)
+        return super().launch(prepared)
+
+    def run(self, prepared: Sequence[DraftItem]) -> list[StepAnswer]:
+        time.sleep(self.TAKES_S)
+        return super().run(prepared)
+
+
+async def test_the_stated_time_begins_with_the_launch_and_covers_the_verdict() -> None:
+    """A step takes the longer of both times, not their sum."""
+    for stated_s in (0.0, 0.03):
+        worker = Computing()
+        office = Office(lambda stated_s=stated_s: stated_s, worker, Series())  # type: ignore[misc]
+        office.send(1)
+        await office.drained()
+        gaps_s = [end - start for start, end in pairwise(worker.began)]
+        least_s = max(stated_s, 2 * worker.TAKES_S)
+        assert least_s <= min(gaps_s) < least_s + 0.9 * worker.TAKES_S
+        await office.service.close()
+
+
 async def test_answers_are_sent_while_the_next_step_runs() -> None:
     office, num_sent = Office(continuation=Series()), list[int]()
 
@@ -196,6 +229,43 @@ async def test_a_step_that_hangs_is_given_up_and_close_does_not_wait(
     hangs.set()
     await asyncio.sleep(0.05)
     assert len(office.answers) == 2
+
+
+async def test_a_late_step_stays_late_when_the_step_before_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second step is late in its launch, after which the first step is reported."""
+    for name, value in {"LATE_STEP_S": 0.1, "CHECK_PERIOD_S": 0.02}.items():
+        monkeypatch.setattr(step_watch, name, value)
+    office, ends = Office(continuation=Series()), threading.Event()
+    service, worker = office.service, office.worker
+    launch = worker.launch
+
+    def launch_late(prepared: Sequence[DraftItem]) -> Any:
+        is_second = len(worker.steps) == 1
+        while is_second and service.healthy:
+            time.sleep(0.01)
+        wait = launch(prepared)
+
+        def end() -> Sequence[StepAnswer]:
+            if is_second:
+                ends.wait(PATIENCE_S)
+            return wait()
+
+        return end
+
+    worker.launch = launch_late  # type: ignore[method-assign]
+    office.send(1)
+    async with asyncio.timeout(PATIENCE_S):
+        while service.healthy:
+            await service.health_changed.wait()
+            service.health_changed.clear()
+    await asyncio.sleep(0.1)
+    assert not service.healthy
+    ends.set()
+    await office.drained()
+    assert service.healthy
+    await service.close()
 
 
 class Erratic(ScriptedWorker):

@@ -21,10 +21,10 @@ from outrider.limits import (
 from outrider.registry.registry import WINDOW_S
 from outrider.replica.drivers import InlineDriver
 from outrider.replica.service import StaleRoundFilter, StepLoad, SteppedService
-from outrider.replica.step_loop import Prepared, Step, StepLoop
-from outrider.replica.step_request import CANCELLED_CODE, Item, StepFigures
+from outrider.replica.step_loop import StepLoop
+from outrider.replica.step_request import CANCELLED_CODE, StepFigures
 from outrider.replica.step_watch import CHECK_PERIOD_S
-from tests.support.rounds import PATIENCE_S, make_head, session_name
+from tests.support.rounds import PATIENCE_S, each_step, make_head, session_name
 from tests.support.scripted_worker import PAGES, ScriptedWorker
 
 
@@ -36,10 +36,10 @@ class GatedDriver(InlineDriver):
         self.gate = asyncio.Event()
         self.entered = asyncio.Event()
 
-    async def run(self, steps: StepLoop[Item, Prepared], step: Step[Item, Prepared]) -> None:
+    async def run(self, *step: Any) -> None:
         self.entered.set()
         await self.gate.wait()
-        steps.run(step)
+        await super().run(*step)
 
 
 class Desk:
@@ -47,7 +47,7 @@ class Desk:
 
     def __init__(self, max_batch: int = 8, step_s: float | None = None) -> None:
         self.gated, self.worker = GatedDriver(), ScriptedWorker()
-        driver = self.gated if step_s is None else InlineDriver(lambda: step_s)
+        driver = self.gated if step_s is None else InlineDriver(each_step(step_s))
         description: Any = SimpleNamespace(max_num_seqs=max_batch)
         self.service = SteppedService(StepLoop(self.worker, max_batch), driver, description)
         self.frames: list[list[Any]] = []

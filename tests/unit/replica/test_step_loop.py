@@ -2,7 +2,7 @@
 No thread and no clock: the tests state all times."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -66,6 +66,8 @@ class Turns:
         self.steps = StepLoop(self.worker, max_num_seqs, **options)
         self.now = 0.0
         self.outcomes: list[Outcome[DraftItem]] = []
+        self.between: Callable[[], None] = lambda: None
+        """Called between launch and end of each step."""
 
     def arrive(self, *args: int, **options: Any) -> StepRequest[DraftItem]:
         work = request(*args, **({"arrived_at": self.now} | options))
@@ -75,9 +77,12 @@ class Turns:
     def turn(self) -> Outcome[DraftItem] | None:
         step = self.steps.schedule(self.now)
         if step.works:
-            self.steps.run(step)
+            self.steps.launch(step)
+            self.between()
+            self.steps.wait(step)
             self.now += STEP_S
-        outcome = self.steps.postprocess(step, self.now)
+        self.steps.postprocess(step, self.now)
+        outcome = self.steps.report()
         if outcome is not None:
             self.outcomes.append(outcome)
         return outcome
@@ -285,8 +290,10 @@ def test_an_answer_is_held_only_after_a_step_that_is_shorter() -> None:
     assert told.held_s == 1.5 * STEP_S
     at.arrive(2)
     step = at.steps.schedule(at.now)
-    at.steps.run(step)
-    outcome = at.steps.postprocess(step, at.now + 2 * STEP_S)
+    at.steps.launch(step)
+    at.steps.wait(step)
+    at.steps.postprocess(step, at.now + 2 * STEP_S)
+    outcome = at.steps.report()
     assert outcome is not None
     assert [one.held_s for one in outcome.progress] == [0, 0]
 
@@ -300,6 +307,123 @@ def test_a_session_that_is_released_during_a_step_gets_no_further_round() -> Non
     at.finish()
     assert at.worker.steps == [[(1, 0), (2, 0)], [(2, 1)], [(2, 2)], [(2, 3)]]
     assert at.worker.heard == [("release", 1)]
+
+
+def test_while_a_step_runs_what_arrives_waits_and_the_worker_is_left_alone(at: Turns) -> None:
+    def arrive() -> None:
+        at.steps.receive(Arrival(request(2, arrived_at=0.5 * STEP_S)))
+        at.steps.receive(Eviction([session_name(3)]))
+        assert not at.worker.heard
+        at.between = lambda: None
+
+    at.between = arrive
+    at.arrive(1)
+    assert set(at.finish()) == {(1, 0), (2, 0)}
+    assert at.worker.steps == [[(1, 0)], [(2, 0)]]
+    assert at.worker.heard == [("evict", 3)]
+
+
+@pytest.mark.parametrize("leaves", [Release(session_name(1)), Withdrawal([session_name(1)])])
+@pytest.mark.parametrize("left", [0, 5])
+def test_a_session_that_leaves_while_its_step_runs_gets_no_answer_and_no_further_step(
+    leaves: Any, left: int
+) -> None:
+    """Its pages are freed at once afterwards, even if no step follows. A newer item of the session
+    counts."""
+    series = Series(3)
+    at = Turns(continuation=series)
+    at.worker.left[1] = left
+
+    def leave() -> None:
+        at.steps.receive(leaves)
+        assert not at.worker.heard
+        at.between = lambda: None
+
+    at.between = leave
+    at.arrive(1)
+    assert at.finish() == {}
+    assert at.worker.steps == [[(1, 0)]]
+    assert at.worker.heard == [("release" if isinstance(leaves, Release) else "evict", 1)]
+    assert series.forgotten == [1]
+    assert at.outcomes[-1].is_idle
+    at.worker.left.clear()
+    at.arrive(1, 3)
+    assert set(at.finish()) == {(1, 3)}
+
+
+def test_a_request_that_is_cancelled_while_it_runs_ends_once(at: Turns) -> None:
+    def cancel() -> None:
+        at.steps.cancel(work, [gone])
+        at.between = lambda: None
+
+    at.between = cancel
+    work = at.arrive(1)
+    gone = Refused(work.key, 1, "cancelled")
+    at.arrive(2)
+    assert at.finish()[1, 0] is gone
+    assert [one.work for one in at.outcomes[0].ended] == [work]
+    assert [number(one.work.session_id) for one in at.outcomes[0].progress] == [2]
+
+
+def test_a_session_that_leaves_while_its_step_crashes_does_not_run_again(at: Turns) -> None:
+    at.worker.crash, at.worker.culprits = ZeroDivisionError("bug"), {2}
+
+    def leave() -> None:
+        at.steps.receive(Release(session_name(1)))
+        at.between = lambda: None
+
+    at.between = leave
+    for session in (1, 2, 3):
+        at.arrive(session)
+    assert set(at.finish()) == {(2, 0), (3, 0)}
+    assert at.worker.steps == [[(1, 0), (2, 0), (3, 0)], [(2, 0)], [(3, 0)]]
+
+
+def test_a_step_that_finds_no_pages_is_tried_again_if_something_changed_meanwhile(
+    at: Turns,
+) -> None:
+    at.worker.starved = {1}
+    at.between = lambda: at.steps.receive(Eviction([session_name(9)]))
+    at.arrive(1)
+    at.turn()
+    at.turn()
+    assert len(at.worker.steps) == 2
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("bug"), EngineLost("rank 1 is gone")])
+def test_a_launch_that_fails_is_a_step_that_fails(at: Turns, error: Exception) -> None:
+    launch = at.worker.launch
+
+    def fail(items: Any) -> Any:
+        at.worker.launch = launch  # type: ignore[method-assign]
+        raise error
+
+    at.worker.launch = fail  # type: ignore[method-assign]
+    at.arrive(1)
+    at.arrive(2)
+    at.turn()
+    assert at.outcomes[-1].failure is error
+    assert at.outcomes[-1].progress == []
+    assert at.worker.heard == [("release", 1), ("release", 2)]
+    if not isinstance(error, EngineLost):
+        assert set(at.finish()) == {(1, 0), (2, 0)}
+        assert at.worker.steps == [[(1, 0)], [(2, 0)]]
+
+
+def test_only_answers_that_a_caller_waits_for_are_reported_before_the_next_launch() -> None:
+    at = Turns(continuation=Series(1))
+    at.arrive(1)
+    for is_awaited in (False, True):
+        step = at.steps.schedule(at.now)
+        at.steps.launch(step)
+        at.steps.wait(step)
+        at.steps.postprocess(step, at.now + STEP_S)
+        assert at.steps.is_awaited == is_awaited
+        outcome = at.steps.report()
+        assert outcome is not None
+        assert len(outcome.progress) == 1
+        assert at.steps.report() is None
+        assert not at.steps.is_awaited
 
 
 def test_rounds_run_again_after_a_crash() -> None:
@@ -338,6 +462,21 @@ def test_a_step_waits_for_a_session_that_is_expected_soon() -> None:
     at.arrive(2, 6)
     at.turn()
     assert at.worker.steps[-1] == [(1, 6), (2, 6)]
+
+
+def test_a_session_whose_next_item_has_come_already_is_not_expected() -> None:
+    """It came while the step before ran."""
+    at = Turns(seconds=lambda rows, sessions: STEP_S)
+    for index in range(6):
+        at.arrive(1, index)
+        at.turn()
+        at.now += 0.002
+    at.between = lambda: at.steps.receive(Arrival(request(1, 7, arrived_at=at.now)))
+    at.arrive(1, 6)
+    at.turn()
+    at.between = lambda: None
+    assert at.turn() is not None
+    assert at.worker.steps[-1] == [(1, 7)]
 
 
 def test_a_step_waits_no_longer_than_it_may() -> None:

@@ -1,7 +1,7 @@
 """Followers repeat the calls of their leader until the leader or the follower ends."""
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +63,9 @@ class RecordingEngine:
         for step in steps:
             self.lengths[step.sequence_id] = self.length(step.sequence_id) + len(step.token_ids)
         return [torch.zeros(step.num_logits, INFO.vocab_size) for step in steps]
+
+    def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[torch.Tensor]]:
+        return lambda: self.forward(steps)
 
 
 def _step(sequence_id: str, *token_ids: int, num_logits: int = 1) -> SequenceStep:
