@@ -217,20 +217,19 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
     def _validate(self, work: _Round) -> None:
         info, item, head = self._engine.info, work.item, work.head
         sampling, size = work.sampling, info.vocab_size
-        biased = [token_id for token_id, _ in sampling.logit_bias]
-        named = {
-            "head.append": head.append,
-            "sampling.logit_bias": biased,
-            "sampling.stop_token_ids": sampling.stop_token_ids,
-        }
-        for key, token_ids in named.items():
-            if (largest := max(token_ids, default=0)) >= size:
+        for key, token_ids in (
+            ("head.append", head.append),
+            ("sampling.logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
+            ("sampling.stop_token_ids", sampling.stop_token_ids),
+        ):
+            if token_ids and (largest := max(token_ids)) >= size:
                 raise BadRequest(key, f"token {largest} is outside the vocabulary of {size}")
-        if head.committed_length + len(item.proposal) > info.max_model_len:
+        length, num_drafted = head.committed_length, len(item.proposal)
+        if length + num_drafted > info.max_model_len:
             raise BadRequest(
-                "head.append" if head.committed_length > info.max_model_len else "proposal",
-                f"{head.committed_length} committed and {len(item.proposal)} draft tokens are more "
-                f"than max_model_len {info.max_model_len}",
+                "head.append" if length > info.max_model_len else "proposal",
+                f"{length} committed and {num_drafted} draft tokens are more than max_model_len "
+                f"{info.max_model_len}",
             )
         if sampling.top_k > size:
             reason = f"got {sampling.top_k}; the vocabulary has {size} tokens"
@@ -246,7 +245,7 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             return
         work.allowed = self._admission.allowed(head, aligned)
         vocab_size = self._engine.info.vocab_size
-        drafted = tuple(v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids)
+        drafted = tuple([v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids])
         work.step = SequenceStep(head.session_id, (*new_tokens, *drafted), len(drafted) + 1)
         if work.sampling.penalised:  # Only penalties read the history, and a copy is O(length).
             committed, num = aligned.committed, head.prompt_length

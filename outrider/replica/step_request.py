@@ -159,7 +159,10 @@ class RequestQueue(Generic[Item]):
     def add(self, work: StepRequest[Item]) -> None:
         """Queues a request behind all that did not arrive later."""
         for works in (self.waiting, self._by_session[work.session_id]):
-            insort_right(works, work, key=_ARRIVED_AT)
+            if works and works[-1].arrived_at > work.arrived_at:
+                insort_right(works, work, key=_ARRIVED_AT)
+            else:
+                works.append(work)
 
     def requeue(self, works: Sequence[StepRequest[Item]]) -> None:
         """Returns requests that a step did not finish to their places."""

@@ -21,7 +21,7 @@ have as many passes as the last step with rounds."""
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from outrider.interfaces.step_costs import StepCosts
@@ -78,7 +78,8 @@ class TokenBudget:
         self._rest_s = 0.0  # predicted time of these steps, s
         self._step_s = 0.0  # predicted time of the step of `_last_rounds`, s
         self._last = _Load()
-        self._later_pass = _Load()  # load of each later pass of the last step
+        self._num_carried = 0
+        self._whole: list[TokenDemand] = []  # the demands whose tokens all run in the last step
         self._round_passes = 1
         self._num_waiting = 0.0  # the value n of the module's docstring
         self._num_decoding = 0.0  # largest number of rounds in a recent step; falls like n
@@ -96,18 +97,23 @@ class TokenBudget:
         grants = [0] * len(demands)
         prefixes = [i for i, demand in enumerate(demands) if not demand.is_round]
         spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
-        load = later_pass = _Load(num_carried, num_carried)
+        rows = sessions = self._num_carried = num_carried
+        self._whole = []
         for index, demand in enumerate(demands):
             # The first round always fits, so that a series of prefixes cannot keep it waiting.
-            rows = self._max_tokens - (spared.rows if load.rows else 0)
-            fits = load.rows + demand.num_tokens <= rows
-            has_seat = load.sessions < self.max_steps - spared.sessions
-            if demand.is_round and fits and has_seat:
+            most = self._max_tokens - (spared.rows if rows else 0)
+            has_seat = sessions < self.max_steps - spared.sessions
+            if demand.is_round and has_seat and rows + demand.num_tokens <= most:
                 grants[index] = demand.num_tokens
-                load = self._with(load, demand, demand.num_tokens)
-                later_pass = self._with(later_pass, demand, 1)
-        later_s = (self._round_passes - 1) * self._cost_seconds(later_pass)
-        rounds = load = load._replace(later_s=later_s)
+                rows += demand.num_tokens
+                sessions += 1
+                self._whole.append(demand)
+        attention_s = self._attention_seconds(
+            (each.num_tokens, each.context) for each in self._whole
+        )
+        rounds = load = _Load(
+            rows, sessions, attention_s, False, self._later_seconds(self._round_passes)
+        )
         self._num_waiting = max(len(prefixes), WAITING_DECAY * self._num_waiting)
         self._num_decoding = max(rounds.sessions, WAITING_DECAY * self._num_decoding)
         most_wait = len(prefixes) > 1 and self._num_waiting >= self._num_decoding
@@ -120,9 +126,8 @@ class TokenBudget:
                 break
             load = self._with(load, demand, grants[index])
             if grants[index] == demand.num_tokens:
-                later_pass = self._with(later_pass, demand, 1)
+                self._whole.append(demand)
         self._note(rounds, load)
-        self._later_pass = later_pass
         return grants
 
     def expect_no_rounds(self) -> None:
@@ -132,8 +137,7 @@ class TokenBudget:
 
     def note_passes(self, num_passes: int) -> None:
         """Notes how many passes the last step had. Without a call, the step counts as one pass."""
-        later_s = (num_passes - 1) * self._cost_seconds(self._later_pass)
-        self._last = self._last._replace(later_s=later_s)
+        self._last = self._last._replace(later_s=self._later_seconds(num_passes))
         if self._last.rows and self._rest_steps == 0:
             self._round_passes = num_passes
 
@@ -157,7 +161,8 @@ class TokenBudget:
 
     def drop_step(self) -> None:
         """Makes `note_seconds` ignore the last step, because it did not run all its tokens."""
-        self._last = self._later_pass = _Load()
+        self._last = _Load()
+        self._num_carried, self._whole = 0, []
 
     def _part(self, demand: TokenDemand, load: _Load, seconds: float, least: int) -> int:
         """Returns how many tokens of a prefix to run in addition to `load`, in a step of at most
@@ -183,10 +188,22 @@ class TokenBudget:
         passed_s = self._rest_s if rounds.rows else self._step_s + self._rest_s
         return (1 + STEP_GROWTH * self._num_waiting) * self._seconds(newest) - passed_s
 
+    def _later_seconds(self, num_passes: int) -> float:
+        """Returns the predicted time of all passes of the last step but the first, s."""
+        if num_passes == 1:
+            return 0.0
+        num = self._num_carried + len(self._whole)
+        attention_s = self._attention_seconds((1, demand.context) for demand in self._whole)
+        return (num_passes - 1) * self._cost_seconds(_Load(num, num, attention_s))
+
+    def _attention_seconds(self, sessions: Iterable[tuple[int, int]]) -> float:
+        """Returns the time for reading the contexts of sessions with these numbers of tokens in the
+        step and in the cache, s; 0 without costs."""
+        costs = self._costs
+        return 0.0 if costs is None else sum(costs.attention_seconds(*one) for one in sessions)
+
     def _with(self, load: _Load, demand: TokenDemand, num_tokens: int) -> _Load:
-        attention_s = 0.0
-        if self._costs is not None:
-            attention_s = self._costs.attention_seconds(num_tokens, demand.context)
+        attention_s = self._attention_seconds([(num_tokens, demand.context)])
         return _Load(
             load.rows + num_tokens,
             load.sessions + 1,

@@ -409,8 +409,10 @@ def allowed_by_min_tokens(
 ) -> AllowedByMinTokens | None:
     """What `min_tokens` allows after `num_tokens` tokens of a completion. None = all tokens."""
     num_left = sampling.min_tokens - num_tokens
+    if num_left <= 0:
+        return None
     ends = frozenset((*eos_token_ids, *sampling.stop_token_ids))
-    return AllowedByMinTokens(ends, num_left, vocab_size) if num_left > 0 else None
+    return AllowedByMinTokens(ends, num_left, vocab_size)
 
 
 def draft_mask(
