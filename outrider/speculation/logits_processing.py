@@ -96,6 +96,20 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided(((end - begin) // (width * first.itemsize), width), (width, 1))
 
 
+def adjacent_runs(parts: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divides parts [n, V] into runs of parts that are adjacent in memory."""
+    runs: list[list[Tensor]] = []
+    end = None
+    for part in parts:
+        begin = part.data_ptr()
+        if begin == end:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+        end = begin + part.nbytes
+    return runs
+
+
 def largest_of_rows(logits: Tensor) -> tuple[list[int], list[float]]:
     """The lowest index of each row's largest value, and this value. NaN counts as the largest."""
     # For rows as long as a vocabulary, NumPy's argmax is about 20 times as fast as torch's.

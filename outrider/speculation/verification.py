@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.gumbel_max import BoolArray, RealArray, race, whole_blocks
 from outrider.speculation.logits_processing import (
     DraftVocabulary,
+    adjacent_runs,
     adjusted_logits,
     joined_rows,
     largest_of_rows,
@@ -135,14 +136,20 @@ def _by_kernels(inputs: Sequence[VerifyInput]) -> list[Verdict]:
 
 
 def _by_likeliest(inputs: Sequence[VerifyInput]) -> list[Verdict]:
+    parts = [
+        adjusted_logits(logits, each.params, each.history)
+        for logits, each in zip(_host_logits(inputs), inputs, strict=True)
+    ]
+    largest = [largest_of_rows(joined_rows(run)) for run in adjacent_runs(parts)]
+    token_ids = chain.from_iterable(ids for ids, _ in largest)
+    maxima = chain.from_iterable(values for _, values in largest)
     verdicts = []
-    for logits, each in zip(_host_logits(inputs), inputs, strict=True):
-        own, maxima = largest_of_rows(adjusted_logits(logits, each.params, each.history))
-        drafted = each.proposal.token_ids
+    for each in inputs:
+        drafted, num_rows = each.proposal.token_ids, len(each.proposal) + 1
+        own = tuple(islice(token_ids, num_rows))
         accept = tuple(float(mine == its) for mine, its in zip(own[:-1], drafted, strict=True))
-        is_usable = [math.isfinite(largest) for largest in maxima]
-        verdict = Verdict(accept, tuple(own))
-        verdicts.append(usable_verdict(verdict, is_usable, drafted, each.noise))
+        is_usable = [math.isfinite(value) for value in islice(maxima, num_rows)]
+        verdicts.append(usable_verdict(Verdict(accept, own), is_usable, drafted, each.noise))
     return verdicts
 
 

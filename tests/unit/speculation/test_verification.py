@@ -192,6 +192,27 @@ def test_sessions_in_one_pass_have_the_verdicts_that_each_has_alone(dtype):
     assert together == [verdicts_from_logits([verify_input])[0] for verify_input in inputs]
 
 
+def test_greedy_sessions_whose_logits_are_adjacent_keep_their_own_rows():
+    """The rows of a pass, of which one session's have a bias, and another's last row is NaN."""
+    sizes = [1, 3, 2, 4, 1]
+    rows = torch.randn(sum(sizes), 500, generator=torch.Generator().manual_seed(7))
+    rows[9] = float("nan")
+    inputs = []
+    for index, logits in enumerate(rows.split(sizes)):
+        noise = RoundNoise(index, Rule.GREEDY, 20)
+        bias = ((3, 100.0),) if index == 2 else ()
+        params = SamplingParams(temperature=0.0, logit_bias=bias)
+        proposal = Proposal(tuple(logits[:-1].argmax(dim=1).tolist()), ())
+        inputs.append(VerifyInput(logits, params, NO_HISTORY, proposal, noise))
+    together = verdicts_from_logits(inputs)
+    assert together == [verdicts_from_logits([one])[0] for one in inputs]
+    likeliest = rows[:4].argmax(dim=1).tolist()
+    assert [*together[0].correction, *together[1].correction] == likeliest
+    assert together[1].accept_probability == (1.0, 1.0)
+    assert together[2].correction == (3, 3)
+    assert together[3].accept_probability == (1.0, 1.0, 0.0)
+
+
 UNUSABLE = [float("nan"), INF, -INF]
 """Values of a logit, or of all logits of a row, without which the row would have a distribution."""
 TRANSFORMS = [
