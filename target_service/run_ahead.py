@@ -7,7 +7,7 @@ from functools import reduce
 
 from outrider.errors import Overloaded, check
 from outrider.foundation.tokens import extend_digest
-from outrider.foundation.values import replaced
+from outrider.foundation.values import completed, replaced
 from outrider.interfaces.messages import Refused, RoundAnswer, RoundHead, VerdictReply, VerifyItem
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.replica.step_loop import Continuation, Prepared, StepLoop
@@ -63,6 +63,12 @@ class RunAheads(Continuation[VerifyItem]):
             held_s = 0.0  # No further verdict comes soon, or the session probably ends.
         return then, held_s
 
+    def foresee(self, work: StepRequest[VerifyItem]) -> VerifyItem | None:
+        ahead = self.sessions.get(work.session_id)
+        if ahead is None or ahead.request is not work:
+            return None
+        return ahead.foresee(self._length_max)
+
     def forget(self, session_id: str) -> None:
         self.sessions.pop(session_id, None)
 
@@ -92,6 +98,7 @@ class RunAhead:
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
         # Digests of the tokens before the first round, and after each reply.
         self._digests = [_committed_digest(work.item.head)]
+        self._foreseen: VerifyItem | None = None
 
     @property
     def _last_round(self) -> int:
@@ -125,6 +132,7 @@ class RunAhead:
         may_be_lost = rounds == 0 or work.sender is not self._sender
         del self.replies[:rounds]
         del self._digests[:rounds]
+        self._foreseen = None
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
         if self.request is not None:
             self.request.sender = work.sender
@@ -141,17 +149,30 @@ class RunAhead:
         self._digests.append(extend_digest(self._digests[-1], reply.verdict.correction[0]))
         return may_wait
 
+    def _allows(self, rounds: int, length_max: int) -> bool:
+        """Whether the round with this index may run. Its prefix has at most `length_max` tokens."""
+        is_long = self._item.head.committed_length + rounds > length_max
+        return rounds <= self._item.run_ahead and not is_long
+
+    def foresee(self, length_max: int) -> VerifyItem | None:
+        """Forms the item of the round after the running one, while its token is unknown. Returns
+        None if there will be no such round."""
+        rounds = len(self.replies) + 1
+        if self._allows(rounds, length_max):
+            self._foreseen = _later_round(self._item, rounds, self._digests[rounds - 1])
+        return self._foreseen
+
     def next_request(self, now: float, length_max: int) -> StepRequest[VerifyItem] | None:
         """Forms the next round, which appends the token of the round before it. Returns None if all
-        allowed rounds have run. The prefix of a round has at most `length_max` tokens."""
+        allowed rounds have run."""
         rounds = len(self.replies)
-        is_long = self._item.head.committed_length + rounds > length_max
-        if rounds > self._item.run_ahead or is_long:
+        if not self._allows(rounds, length_max):
             return None
         item = self._item
         if rounds > 0:
-            [token_id] = self.replies[-1].verdict.correction
-            item = _later_round(item, rounds, self._digests[rounds - 1], token_id)
+            item = self._foreseen or _later_round(item, rounds, self._digests[rounds - 1])
+            self._foreseen = None
+            completed(item.head, append=self.replies[-1].verdict.correction)
         self.request = StepRequest(item, self._sender, now, self._expires_at)
         return self.request
 
@@ -160,16 +181,20 @@ def _committed_digest(head: RoundHead) -> int:
     return reduce(extend_digest, head.append, head.prefix_digest)
 
 
-def _later_round(item: VerifyItem, rounds: int, digest: int, token_id: int) -> VerifyItem:
+_UNKNOWN = 0
+"""The token of a foreseen round, until the round before it has ended."""
+
+
+def _later_round(item: VerifyItem, rounds: int, digest: int) -> VerifyItem:
     """Returns the item of a later round, `rounds` rounds after `item`. A round commits one token.
-    The returned item appends `token_id` to a prefix with this `digest`."""
+    The returned item appends the token `_UNKNOWN` to a prefix with this `digest`."""
     head = item.head
     own = replaced(
         head,
         round=head.round + rounds,
         base_length=head.committed_length + rounds - 1,
         prefix_digest=digest,
-        append=(token_id,),
+        append=(_UNKNOWN,),
         traceparent="",  # Only the first round is traced.
     )
     return replaced(item, head=own, features_from=None)

@@ -194,9 +194,16 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         if isinstance(engine, FeatureKeeper) and engine.feature_width:
             self.keeper = engine
         self._self_drafter = self_drafter
+        self._expected: dict[int, _Round] = {}  # by the id of the item
+
+    def expect(self, item: VerifyItem) -> None:
+        work = _Round(item)
+        self._admission.validate(work, self._validate)
+        self._expected[id(item)] = work
 
     def prepare(self, items: Sequence[VerifyItem]) -> list[_Round]:
-        rounds = [_Round(item) for item in items]
+        expected, self._expected = self._expected, {}
+        rounds = [expected.get(id(item)) or _Round(item) for item in items]
         self._admission.admit(rounds, self._validate, self._prepare)
         return rounds
 

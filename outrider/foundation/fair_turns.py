@@ -18,16 +18,16 @@ Work = TypeVar("Work")
 
 def round_robin(works: Sequence[Work], tenant_of: Callable[[Work], str]) -> Sequence[Work]:
     """Returns the first work of each tenant, then the second of each, and so on."""
+    tenants = [tenant_of(work) for work in works]
+    if len(set(tenants)) <= 1:
+        return works
     num_before: Counter[str] = Counter()
 
-    def turn(work: Work) -> int:
-        tenant = tenant_of(work)
+    def turn(tenant: str) -> int:
         num_before[tenant] += 1
         return num_before[tenant]
 
-    turns = [turn(work) for work in works]
-    if len(num_before) <= 1:
-        return works
+    turns = [turn(tenant) for tenant in tenants]
     return [works[place] for place in sorted(range(len(works)), key=turns.__getitem__)]
 
 

@@ -73,6 +73,8 @@ class SessionTable:
             length = held if held < head.base_length else 0
             return Resync(head.key, length, sequence.digest(length))
         entry.confirmed_length = head.committed_length
+        if head.append and 0 < len(sequence) == head.base_length:
+            return Aligned(sequence, head.append)
         if not head.append:
             again = sequence.since(head.base_length - 1)[:1]
             engine.keep(session_id, head.base_length - 1)

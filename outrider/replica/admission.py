@@ -74,6 +74,7 @@ class Work(ABC, Generic[Item]):
     """An item in a step."""
 
     answer: StepAnswer | None = None
+    is_validated = False
     sampling: SamplingParams
 
     def __init__(self, item: Item) -> None:
@@ -246,14 +247,11 @@ class Admission:
         prepare: Callable[[W, Admitted], None],
         num_carried: int = 0,
     ) -> None:
-        """Calls `prepare` for the works that `choose` admits, and answers the others. `validate`
-        and `prepare` raise the error with which an item must be refused."""
+        """Calls `prepare` for the works that `choose` admits, and answers the others. `prepare`
+        raises the error with which an item must be refused."""
         for work in works:
-            try:
-                work.sampling = work.head.params()
-                validate(work)
-            except OutriderError as error:
-                work.answer = refusal(work.head.key, error)
+            if not work.is_validated:
+                self.validate(work, validate)
         valid = [work for work in works if work.answer is None]
         results = self.choose([work.demand for work in valid], num_carried)
         for work, result in zip(valid, results, strict=True):
@@ -266,6 +264,15 @@ class Admission:
                 work.answer = refusal(work.head.key, result)
             else:
                 work.answer = result
+
+    def validate(self, work: W, check: Callable[[W], None]) -> None:
+        """Calls `check`, which raises the error with which the item must be refused."""
+        work.is_validated = True
+        try:
+            work.sampling = work.head.params()
+            check(work)
+        except OutriderError as error:
+            work.answer = refusal(work.head.key, error)
 
     def allowed(self, head: RoundHead, aligned: Aligned) -> AllowedTokens | None:
         """Returns the tokens that may follow the committed tokens; None = all tokens. Raises

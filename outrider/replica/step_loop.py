@@ -7,7 +7,8 @@ A driver (`outrider.replica.drivers`) calls the methods of a `StepLoop` again an
     launch          begins the step on the engine
     report          forms the answers of the step before, while the engine computes
     receive         takes what has arrived since
-    wait            waits for the engine, and computes verdicts or proposals
+    wait            prepares what is known of the next step, waits for the engine, and computes
+                    verdicts or proposals
     postprocess     forms the sessions' next requests
 
 Between two steps, the engine waits for `postprocess`, `receive` and `schedule`. So these do no more
@@ -20,6 +21,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -64,8 +66,12 @@ class Worker(ABC, Generic[Item, Prepared]):
     def launch(self, prepared: Sequence[Prepared]) -> Callable[[], Sequence[StepAnswer]]:
         """Begins to run the admitted items. Returns a function that ends this, and answers each
         item. If an item causes an error, only this item gets `Refused`. Both raise `EngineLost` if
-        no more steps can run. Between the two calls, no other method but `expected` may be
-        called."""
+        no more steps can run. Between the two calls, no other methods but `expect` and `expected`
+        may be called."""
+
+    def expect(self, item: Item) -> None:
+        """Validates an item that will probably be in the next step. May be called while a step
+        runs. The tokens that the item appends may change until `prepare`."""
 
     @abstractmethod
     def leave(self, session_ids: Mapping[str, bool]) -> None:
@@ -171,6 +177,11 @@ class Continuation(Generic[Item]):
         (None = the coordinator sends it), and how long the answer may wait for others, s."""
         return None, 0.0
 
+    def foresee(self, work: StepRequest[Item]) -> Item | None:
+        """Called while a step runs, with each of its requests. Returns the session's next item, if
+        it is known except for what the step will say."""
+        return None
+
     def forget(self, session_id: str) -> None:
         """Drops what is known of a session. The caller drops its requests."""
 
@@ -213,9 +224,9 @@ class StepLoop(Generic[Item, Prepared]):
 
     def receive(self, message: Message[Item]) -> None:
         """Takes a message. Messages must come in the order in which they were sent. While a step
-        runs, this calls neither worker nor engine. If the session of a running request is released,
-        or the request is cancelled or withdrawn, what the step says of it is dropped. All other
-        messages take effect when the step has ended."""
+        runs, this changes neither pages nor engine. If the session of a running request is
+        released, or the request is cancelled or withdrawn, what the step says of it is dropped. All
+        other messages take effect when the step has ended."""
         self._num_received += 1
         self._has_received = True
         self._rests_until = -math.inf
@@ -239,8 +250,14 @@ class StepLoop(Generic[Item, Prepared]):
 
     def enqueue(self, work: StepRequest[Item]) -> None:
         """Lets a request wait for a step."""
+        if self._running:
+            self._expect(work.item)
         self.queue.add(work)
         self._delay.arrived(work.session_id, work.arrived_at)
+
+    def _expect(self, item: Item) -> None:
+        with suppress(Exception):  # The step with this item will raise it again.
+            self.worker.expect(item)
 
     def end(
         self,
@@ -310,10 +327,13 @@ class StepLoop(Generic[Item, Prepared]):
             step.failure = error
 
     def wait(self, step: Step[Item, Prepared]) -> None:
-        """Waits until a step has run."""
+        """Prepares what is known of the next step, and waits until this step has run."""
         if step.failure is not None:
             return
         try:
+            for work in self._running.values():
+                if (item := self._continuation.foresee(work)) is not None:
+                    self._expect(item)
             step.answers = step.results()
             num, wanted = len(step.answers), len(step.works)
             check(num == wanted, f"{num} answers to {wanted} items")
@@ -421,7 +441,7 @@ class StepLoop(Generic[Item, Prepared]):
 def _with_times(outcome: Outcome[Item], answers: Sequence[StepAnswer]) -> Outcome[Item]:
     """Sets the times of the verdicts and proposals in a step's outcome: how long an item waited for
     its first step, and how long it then took until the end. Returns the outcome. `answers` are
-    those of all items that shared the step. Nothing has read an answer so far."""
+    those of all items that shared the step. Nothing has read the times so far."""
     num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
     end = outcome.ended_at
     for work, own, *_ in outcome.progress:

@@ -140,6 +140,7 @@ def undrawn(key: ReplyKey) -> Refused:
 
 
 _ARRIVED_AT = attrgetter("arrived_at")
+_KINDS: tuple[Unfinished | None, ...] = (None, *Unfinished)
 
 
 class RequestQueue(Generic[Item]):
@@ -190,7 +191,7 @@ class RequestQueue(Generic[Item]):
         batch: list[StepRequest[Item]] = []
         unwanted: list[StepRequest[Item]] = []
         late: list[StepRequest[Item]] = []
-        room: dict[Unfinished | None, int] = dict.fromkeys((None, *Unfinished), self._max_batch)
+        room = dict.fromkeys(_KINDS, self._max_batch)
         sessions: set[str] = set()
         for work in round_robin(self.waiting, lambda request: request.item.head.tenant):
             session_id = work.session_id

@@ -309,7 +309,16 @@ def test_a_session_that_is_released_during_a_step_gets_no_further_round() -> Non
     assert at.worker.heard == [("release", 1)]
 
 
-def test_while_a_step_runs_what_arrives_waits_and_the_worker_is_left_alone(at: Turns) -> None:
+def test_while_a_step_runs_what_arrives_waits_and_no_page_is_freed(at: Turns) -> None:
+    """The worker may validate it meanwhile. If this fails, only the item's own step may fail."""
+    validated: list[DraftItem] = []
+
+    def expect(item: DraftItem) -> None:
+        validated.append(item)
+        raise ZeroDivisionError("bug")
+
+    at.worker.expect = expect  # type: ignore[method-assign]
+
     def arrive() -> None:
         at.steps.receive(Arrival(request(2, arrived_at=0.5 * STEP_S)))
         at.steps.receive(Eviction([session_name(3)]))
@@ -320,6 +329,7 @@ def test_while_a_step_runs_what_arrives_waits_and_the_worker_is_left_alone(at: T
     at.arrive(1)
     assert set(at.finish()) == {(1, 0), (2, 0)}
     assert at.worker.steps == [[(1, 0)], [(2, 0)]]
+    assert [number(item.head.session_id) for item in validated] == [2]
     assert at.worker.heard == [("evict", 3)]
 
 

@@ -293,6 +293,36 @@ async def test_a_session_that_stops_during_its_step_is_refused_its_round(
     connection.close()
 
 
+@pytest.mark.parametrize(("length_max", "last"), [(64, 3), (5, 2)])
+async def test_a_round_is_formed_and_validated_while_the_round_before_runs(
+    length_max: int, last: int
+) -> None:
+    """It gets its token when that round has ended. No round is formed that may not run."""
+    expected: list[VerifyItem] = []
+    setting, num_checks = target(max_model_len=length_max), 0
+    verifier = setting.service._worker
+    expect, check = verifier.expect, verifier._validate
+
+    def note(item: VerifyItem) -> None:
+        assert item.head.append == (0,)
+        expected.append(item)
+        expect(item)
+
+    def count(work: Any) -> None:
+        nonlocal num_checks
+        num_checks += 1
+        check(work)
+
+    verifier.expect, verifier._validate = note, count
+    wanted = await plain_tokens(last + 1)
+    answers = await setting.send(ask_round(PROMPT, 0, 0, 3))
+    assert own_tokens(answers) == dict(enumerate(wanted[3:]))
+    assert [item.head.round for item in expected] == [*range(1, last + 1)]
+    assert [item.head.append for item in expected] == [(token,) for token in wanted[3 : 3 + last]]
+    assert num_checks == 1 + last
+    await setting.close()
+
+
 def test_a_round_that_waits_is_answered_over_the_newest_connection() -> None:
     old, new = AnswerSender(lambda _: None), AnswerSender(lambda _: None)
     first = StepRequest(ask_round(PROMPT, 0, 0, 4), old, 0.0, 1.0)
