@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSampler
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
 from outrider.drafters.features import BYTES_OF_A_NUMBER, Features, rows_max
-from outrider.errors import BadRequest, OutriderError, check
+from outrider.errors import BadRequest, InvariantError, OutriderError, check
 from outrider.foundation.tokens import extend_digest
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import AllowedTokens, TokenMask
@@ -301,7 +301,8 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             audited = audit(rows, proposal.token_ids, work.sampling, work.history)
         cached_length = self._engine.length(work.head.session_id)
         expected = work.head.committed_length + len(proposal)
-        check(cached_length == expected, f"{cached_length} slots are held, not {expected}")
+        if cached_length != expected:
+            raise InvariantError(f"{cached_length} slots are held, not {expected}")
         return VerdictReply(work.head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from outrider.errors import BadRequest, check
+from outrider.errors import BadRequest, InvariantError, check
 from outrider.foundation.tokens import TokenSequence
 from outrider.limits import PAGE_SIZE
 
@@ -183,8 +183,10 @@ def check_steps(
     )
     for step in steps:
         ids = step.token_ids
-        check(len(ids) > 0, f"{step.sequence_id}: a step without tokens")
-        check(0 <= step.num_logits <= len(ids), f"{step.sequence_id}: num_logits={step.num_logits}")
+        if not ids:
+            raise InvariantError(f"{step.sequence_id}: a step without tokens")
+        if not 0 <= step.num_logits <= len(ids):
+            raise InvariantError(f"{step.sequence_id}: num_logits={step.num_logits}")
         if min(ids) < 0 or max(ids) >= info.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < info.vocab_size)
             raise BadRequest("token_ids", f"{wrong} is not in 0..{info.vocab_size - 1}")

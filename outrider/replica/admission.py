@@ -68,6 +68,7 @@ class Admitted(NamedTuple):
 
 _Result = Admitted | Resync | Unfinished | OutriderError
 _Alignment = Aligned | Resync | Unfinished | OutriderError
+_NEEDS_PAGES = Aligned, Resync
 
 
 class Work(ABC, Generic[Item]):
@@ -139,7 +140,7 @@ class Admission:
         wholes = {
             index: self._whole(demands[index])
             for index, entry in enumerate(alignments)
-            if isinstance(entry, Aligned | Resync)
+            if isinstance(entry, _NEEDS_PAGES)
         }
         steps = list(wholes.values())
         if not self._engine.can_hold(steps):

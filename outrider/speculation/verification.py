@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.errors import check
+from outrider.errors import InvariantError, check
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.cuda_verdicts import give_up, has_kernels, judge_by_kernels
@@ -84,10 +84,10 @@ def verdicts_from_logits(inputs: Sequence[VerifyInput]) -> list[Verdict]:
             verify_input.noise.rule,
             len(verify_input.proposal),
         )
-        fits = len(shape) == 2 and shape[0] == num + 1 and shape[1] > 0
-        check(fits, f"{num} draft tokens do not fit rows of shape {tuple(shape)}")
-        has_q = not rule.needs_q or len(verify_input.proposal.q) == num
-        check(has_q, f"rule {rule.value} needs q for each of {num} tokens")
+        if len(shape) != 2 or shape[0] != num + 1 or shape[1] == 0:
+            raise InvariantError(f"{num} draft tokens do not fit rows of shape {tuple(shape)}")
+        if rule.needs_q and len(verify_input.proposal.q) != num:
+            raise InvariantError(f"rule {rule.value} needs q for each of {num} tokens")
         groups.setdefault(_way(verify_input), []).append(index)
     verdicts: dict[int, Verdict] = {}
     for way, indices in groups.items():
