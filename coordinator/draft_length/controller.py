@@ -198,7 +198,6 @@ class LengthControls:
             target.max_num_seqs,
             load,
             drafting_delays=self._delays or target.drafts_itself,
-            messages_delay=self._delays,
         )
         return Learned(costs)
 

@@ -7,7 +7,8 @@ finished rounds.
 | the target's step, for all sessions' rows (tokens) | at first the target's table, then measured |
 | wait for the target's step to begin | measured while other sessions use the target |
 | messages, and the coordinator's work | measured: a round's time minus the times above |
-| tokens that other sessions cannot decode while drafting and messages use shared cores | measured |
+| share of the other sessions' rounds that are plain | measured |
+| tokens that other sessions cannot decode while drafting uses shared cores | measured |
 | a plain round | at first the time of the target's step, then measured as a whole |
 """
 
@@ -36,9 +37,6 @@ STEP_SPREAD = 0.2
 gives these measured times little weight."""
 MEAN_SPREAD = 1.0
 """Like `TABLE_SPREAD`, for a draft without a table. t is then the mean measured time."""
-MESSAGES_WORK = 4.0
-"""Time that other sessions lose to a round's messages, as a multiple of the round's own wait for
-these messages. With 8 sessions on two cores, 3 to 4 was measured."""
 PLAIN_PRIOR_ROUNDS = 1.0
 """In the forecast of a plain round's time, the estimate from drafting rounds (K > 0) weighs as much
 as this many measured plain rounds."""
@@ -103,8 +101,8 @@ class _Mean:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The expected times of a session's next round, and the tokens that other sessions lose to this
-    round. The round lengthens the steps of other sessions, and its drafting and messages use shared
-    cores."""
+    round. The round lengthens the steps of other sessions, which may also wait for its messages,
+    and its drafting may use shared cores."""
 
     plain_s: float
     round_s: float
@@ -139,24 +137,21 @@ class RoundCosts:
         load: Load,
         *,
         drafting_delays: bool,
-        messages_delay: bool,
     ) -> None:
         """`target` and `draft` are the engines' tables. At most `max_num_seqs` sessions share a
         step of the target. With `drafting_delays`, drafting delays the target, because the target
-        itself drafts, or shares cores or a device with the draft. With `messages_delay`, messages
-        delay the target, because coordinator and draft use its cores."""
+        itself drafts, or shares cores or a device with the draft."""
         self.load = load
         self.drafting_delays = drafting_delays
         self._table = target
         self._max_others = max_num_seqs - 1.0
-        self._messages_work = MESSAGES_WORK * messages_delay
         self._target, self.plain = (CostLine(STEP_SPREAD, relative=True) for _ in range(2))
         self.set_draft(draft)
         self._wait, self._rest = _Mean(), _Mean()
         """`_wait` is the wait for the target's step while other sessions use the target, as a share
         of the step's time. `_rest` is the time of messages and of the coordinator's work."""
-        self._round, self._at_target, self._rows, self._tokens, self._context = (
-            _Mean(LOAD_MEMORY_ROUNDS) for _ in range(5)
+        self._round, self._at_target, self._rows, self._tokens, self._context, self._plain = (
+            _Mean(LOAD_MEMORY_ROUNDS) for _ in range(6)
         )
 
     def set_draft(self, costs: StepCosts | None) -> None:
@@ -175,6 +170,7 @@ class RoundCosts:
         self._rows.note(1 + len(result.survival))
         self._context.note(result.context)
         self._tokens.note(result.num_tokens)
+        self._plain.note(result.num_asked == 0 and result.draft_s == 0)
 
     def note_plain(self, round_s: float, context: int) -> None:
         """Counts a plain round that follows another plain round."""
@@ -224,9 +220,7 @@ class RoundCosts:
         return Forecast(
             plain_s=(plain_s + PLAIN_PRIOR_ROUNDS * verify_s) / (known + PLAIN_PRIOR_ROUNDS),
             round_s=float(draft_s[0]) + wait_s + verify_s + self._rest.value,
-            # For plain rounds, no loss is counted, because run-ahead needs few messages.
-            round_lost=float(draft_lost[0])
-            + others * pace * self._messages_work * self._rest.value,
+            round_lost=float(draft_lost[0]) + self._held() * pace * self._rest.value,
             token_s=np.diff(draft_s) + row_s,
             token_lost=np.diff(draft_lost) + others * pace * row_s,
             draft_s=draft_s[1:],
@@ -263,6 +257,14 @@ class RoundCosts:
         load = self.load
         others = max(0.0, (load.num_sessions + load.num_elsewhere) / load.num_targets - 1)
         return min(self._max_others, others * share)
+
+    def _held(self) -> float:
+        """Mean number of other sessions whose rounds wait for the messages of a session that
+        drafts. Rounds that run ahead need no messages, but the target holds a step for sessions
+        whose messages are under way (`BatchingDelay`). All of these share the loss."""
+        others = self._others()
+        num_plain = others * self._plain.value
+        return num_plain / (1.0 + others - num_plain)
 
     def _pace(self) -> float:
         return self._tokens.value / self._round.value if self.are_known else 0.0
