@@ -211,6 +211,7 @@ class _Option:
     """Number of committed tokens, minus the tokens that this round costs other sessions."""
     seconds: float = 0.0
     draft_budget_s: float = math.inf
+    min_chance: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -266,6 +267,8 @@ class LengthControl:
         """Whether the round before `_current` was plain. If both rounds are plain, the target ran
         `_current` without waiting for the coordinator."""
         self._next: _Option | None = None
+        self.min_chance = 0.0
+        """`RoundLength.min_chance`, as known when options were last compared."""
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:
@@ -316,7 +319,12 @@ class LengthControl:
         self._num_asked = min(current.num_draft_tokens, num_left - 1)
         num_next = max(0, min(following.num_draft_tokens, num_left - 2))
         return RoundLength(
-            self._num_asked, run_ahead, num_next, current.draft_budget_s, self._is_timed
+            self._num_asked,
+            run_ahead,
+            num_next,
+            current.draft_budget_s,
+            self._is_timed,
+            current.min_chance,
         )
 
     def note(self, result: RoundResult) -> None:
@@ -426,10 +434,14 @@ class LengthControl:
         if costs.are_known:
             worth_s = np.maximum(0.0, num_tokens - 1.0) * forecast.plain_s
             budget_s = np.maximum(DRAFT_BUDGET_MIN_S, forecast.draft_s + worth_s)
-        rows = zip(num_tokens.tolist(), seconds.tolist(), budget_s.tolist(), strict=True)
+        rates = np.maximum(0.0, num_tokens) / np.maximum(seconds, SECONDS_MIN)
+        prices = forecast.token_lost + forecast.token_s * rates
+        columns = (num_tokens, seconds, budget_s, prices)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         options = [_Option(k, *row) for k, row in enumerate(rows, start=1)]
+        self.min_chance = _best(options).min_chance
         return options, _Option(0, seconds=forecast.plain_s)
 
 
 def _best(options: list[_Option]) -> _Option:
-    return max(options, key=lambda option: option.rate)
+    return max(options, key=lambda option: option.rate, default=_PLAIN)

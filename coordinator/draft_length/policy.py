@@ -23,6 +23,9 @@ class RoundLength:
     """Whether a time limit may stop drafting for this round, or a head's drafting for the next
     round. False if another session uses or has used the same seed, and so the same random numbers.
     Whether a limit stops drafting may depend on these numbers, and this could bias the output."""
+    min_chance: float = 0.0
+    """The chance of acceptance from which a draft token gains more tokens than its row costs. A
+    look-up drafts no token with a lower chance."""
 
 
 class DraftedBeside(NamedTuple):

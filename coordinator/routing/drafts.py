@@ -63,9 +63,11 @@ class SessionLookup:
         self._session = context.session
         self._sampling = context.parameters.sampling
 
-    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[EncodedProposal, float]:
+    def propose(
+        self, num_draft_tokens: int, noise: RoundNoise, min_chance: float = 0.0
+    ) -> tuple[EncodedProposal, float]:
         """Returns a proposal of at most `num_draft_tokens` tokens, and the number of accepted
-        tokens that the look-up expects."""
+        tokens that the look-up expects. `min_chance`: see `DraftRequest`."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -77,6 +79,7 @@ class SessionLookup:
             sampling=self._sampling,
             rule=session.record.rule,
             noise=noise,
+            min_chance=min_chance,
         )
         guess = self._lookup.guess(request)
         return EncodedProposal.of(guess.proposal(request)), guess.score
@@ -120,7 +123,8 @@ class LookupProbe:
         if self._guess is None:
             if self._rounds_left > 0:
                 return
-            self._guess = self._lookup.propose(self._num_draft_tokens, noise)[0].token_ids
+            least = self._lengths.min_chance
+            self._guess = self._lookup.propose(self._num_draft_tokens, noise, least)[0].token_ids
             self._num_followed, self._rounds_left = 0, self._interval
         num_drafted = len(self._guess)
         if self._num_followed < num_drafted and self._guess[self._num_followed] == token_id:
@@ -203,7 +207,7 @@ class LookupDrafts(Drafts):
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        proposal, _ = self._lookup.propose(length.num_draft_tokens, noise)
+        proposal, _ = self._lookup.propose(length.num_draft_tokens, noise, length.min_chance)
         return Drafted(proposal, "local", loop.time() - start, length.num_draft_tokens)
 
     def close(self) -> None:

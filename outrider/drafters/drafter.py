@@ -97,3 +97,6 @@ class DraftRequest:
     `token_ids`, it may change after the drafter's answer."""
     deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
     """Look-ups ignore the deadline, because they take only microseconds."""
+    min_chance: float = 0.0
+    """A look-up ends its proposal before the chance that all its tokens are accepted falls below
+    this value, as far as the look-up can tell. Other drafters ignore it."""

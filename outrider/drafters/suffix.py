@@ -13,7 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from outrider.drafters.drafter import DraftRequest
-from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter, TextIndex, share_of
+from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter, TextIndex, chance_of
 from outrider.errors import check
 from outrider.limits import SUFFIX_SEEDS_MAX
 
@@ -29,7 +29,8 @@ class SuffixConfig:
     depth: int = 16
     """Matches of this many tokens or more count as equally long."""
     min_score: float = 0.1
-    """A draft ends before the product of its tokens' shares falls below this value."""
+    """A draft ends before the estimated chance that all its tokens are accepted falls below this
+    value."""
     tokens_per_tenant: int = 2**17
     """Maximum length of a tenant's history. The oldest outputs are dropped first."""
     tokens_total: int = 2**19
@@ -98,13 +99,13 @@ class SuffixDrafter(LookupDrafter):
             history = self._history.of(request.tenant)
             if history is not None:
                 occurrences += self._occurrences(history, tail)
-        best = NO_GUESS
+        best, least = NO_GUESS, max(self._config.min_score, request.min_chance)
         for length in sorted({occurrence.length for occurrence in occurrences}, reverse=True):
             limit = min(request.num_draft_tokens, self._config.tokens_per_match * length)
             if best.score >= limit:
                 break
             matching = [occurrence for occurrence in occurrences if occurrence.length >= length]
-            guess = _most_frequent(matching, length, limit, self._config.min_score)
+            guess = _most_frequent(matching, length, limit, least)
             if guess.score > best.score:
                 best = guess
         return best
@@ -143,7 +144,7 @@ def _most_frequent(
         if not followed:
             break
         token_id, matching = max(followed.items(), key=lambda item: (len(item[1]), -item[0]))
-        product *= share_of(len(matching), num_all, length)
+        product *= chance_of(len(matching), num_all, length, len(drafted))
         if product < min_score:
             break
         drafted.append(token_id)

@@ -16,6 +16,7 @@ def request(
     prompt_length: int = 1,
     rule: Rule = Rule.TOKEN,
     seed: int = 0,
+    min_chance: float = 0.0,
 ) -> DraftRequest:
     return DraftRequest(
         session_id=session_id,
@@ -26,4 +27,5 @@ def request(
         sampling=SamplingParams(),
         rule=rule,
         noise=RoundNoise(seed, rule, len(token_ids)),
+        min_chance=min_chance,
     )

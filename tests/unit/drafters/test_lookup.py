@@ -45,6 +45,20 @@ def test_a_guess_is_what_a_search_finds(ids: list[int], ngrams: tuple[int, int],
 
 
 @given(
+    ids=st.lists(st.integers(0, 2), max_size=60), least=st.sampled_from([0.1, 0.3, 0.5, 0.7, 1.0])
+)
+def test_a_guess_ends_before_its_chance_is_too_small(ids: list[int], least: float) -> None:
+    whole = NgramDrafter().guess(request(ids, 8))
+    guess = NgramDrafter().guess(request(ids, 8, min_chance=least))
+    num = len(guess.token_ids)
+    assert guess.token_ids == whole.token_ids[:num]
+    assert guess.score >= num * least, "all its tokens have at least this chance"
+    if num < len(whole.token_ids):
+        longer = NgramDrafter().guess(request(ids, num + 1))
+        assert longer.score - guess.score < least
+
+
+@given(
     parts=st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8),
     ngrams=NGRAMS,
     cut=st.integers(0, 30),

@@ -50,7 +50,7 @@ def defined(
             if not counts:
                 break
             token_id = min(counts, key=lambda v: (-counts[v], v))
-            product *= counts[token_id] / (sum(counts.values()) + 1 / length)
+            product *= counts[token_id] / (sum(counts.values()) + 2 / (length + 2 * len(drafted)))
             if product < config.min_score:
                 break
             matching = [
@@ -72,21 +72,22 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
     ids=TEXTS,
     outputs=st.lists(TEXTS, max_size=4),
     k=st.integers(1, 8),
-    min_score=st.sampled_from([0.05, 0.2, 0.5]),
+    least=st.sampled_from([(0.05, 0.0), (0.2, 0.1), (0.05, 0.4)]),
 )
 @settings(max_examples=300, deadline=None)
 def test_a_guess_is_what_most_often_followed(
-    ids: list[int], outputs: list[list[int]], k: int, min_score: float
+    ids: list[int], outputs: list[list[int]], k: int, least: tuple[float, float]
 ) -> None:
-    """Three token ids, so that there are matches of every length."""
-    config = replace(SMALL, min_score=min_score)
+    """Three token ids, so that there are matches of every length. Of the limits on a token's
+    chance, the setting's and the round's, the greater applies."""
+    config = replace(SMALL, min_score=least[0])
     drafter = SuffixDrafter(config)
     for number, output in enumerate(outputs):
         name = f"old{number}"
         drafter.guess(request(output, session_id=name, prompt_length=0, seed=number + 1))
         drafter.release(name)
-    guess = drafter.guess(request(ids, k))
-    equally_good, score = defined(ids, outputs, k, config)
+    guess = drafter.guess(request(ids, k, min_chance=least[1]))
+    equally_good, score = defined(ids, outputs, k, replace(config, min_score=max(least)))
     assert guess.token_ids in equally_good
     assert guess.score == pytest.approx(score)
 

@@ -269,3 +269,22 @@ def test_a_fixed_length_is_what_the_request_asks_for() -> None:
     assert asked == [RoundLength(k, 0, most) for k, most in ((0, 3), (3, 3), (2, 1), (0, 0))]
     plain = fixed(0)
     assert [plain.choose(5) for _ in range(2)] == [RoundLength(0, 4)] * 2
+
+
+def test_a_draft_token_must_gain_more_than_its_row_costs_all_sessions() -> None:
+    """A row delays this session and all others that share the step."""
+
+    def last_of(num_sessions: int) -> tuple[RoundLength, float]:
+        world = World(acceptance=0.8, draft_s=0.0, row_s=0.0004, noise=0.01)
+        control = world.open()
+        world.controls.load.num_sessions = num_sessions
+        world.play(control, 400)
+        run = world.play(control, 400, first_index=400)
+        return run.lengths[-1], world.row_s * run.rate
+
+    alone, lost = last_of(1)
+    assert alone.num_draft_tokens > 0
+    assert alone.min_chance == pytest.approx(lost, rel=0.5)
+    crowded, _ = last_of(8)
+    assert crowded.num_draft_tokens > 0
+    assert crowded.min_chance > 2 * alone.min_chance

@@ -69,12 +69,14 @@ def at_random(seed: int) -> Notes:
     return note
 
 
-def play(control: LengthControl, notes: Notes, num_rounds: int, first: int = 0) -> list[int]:
-    """K of each round."""
+def play(
+    control: LengthControl, notes: Notes, num_rounds: int, first: int = 0
+) -> list[tuple[int, float]]:
+    """K and the least chance of a look-up's token, of each round."""
     asked = []
     for index in range(first, first + num_rounds):
         length = control.choose(ENDLESS)
-        asked.append(length.num_draft_tokens)
+        asked.append((length.num_draft_tokens, length.min_chance))
         control.note(notes(index, length))
     return asked
 
@@ -173,7 +175,7 @@ def test_a_session_that_is_fixed_in_a_plain_phase_keeps_its_certain_rounds(
         pytest.fail("no plain phase")
     world.open(seed=7)
     following = play(control, at_random(1), RUN_AHEAD, first=index + 1)
-    assert not any(following[: length.run_ahead])
+    assert not any(num_asked for num_asked, _ in following[: length.run_ahead])
 
 
 @pytest.mark.parametrize(("draft_s", "drafts"), [(0.001, True), (0.05, False)])
@@ -237,5 +239,5 @@ def test_a_length_is_planned_before_the_round_before_it_is_played(rule: Rule) ->
             control.note(replace(at_random(last)(12, length), next_draft_s=10.0**-last))
             following = control.choose(ENDLESS)
             assert length.next_max == following.num_draft_tokens
-            asked.add(following.num_draft_tokens)
+            asked.add((following.num_draft_tokens, following.min_chance))
         assert len(asked) == 1

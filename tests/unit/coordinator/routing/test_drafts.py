@@ -1,5 +1,6 @@
 """Proposals that a coordinator looks up."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -49,6 +50,22 @@ async def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
     drafts.close()
 
 
+async def test_a_token_that_costs_more_than_it_gains_is_not_proposed() -> None:
+    """Neither in a round nor in a comparison, from which length control learns."""
+    one = opened("0", 1)
+    drafts = LookupDrafts(SuffixDrafter(), context_of(one, num_draft_tokens=4))
+    noise = RoundNoise(1, Rule.BLOCK, one.length)
+    lengths = [replace(asked(4), min_chance=chance) for chance in (0.0, 0.4, 0.9)]
+    found = [(await drafts.propose(1, length, noise)).proposal.token_ids for length in lengths]
+    assert found[0] == (2, 3, 1, 2)
+    assert 0 < len(found[1]) < 4
+    assert found[2] == ()
+    for length, token_ids in zip(lengths, found, strict=True):
+        told = Mock(min_chance=length.min_chance)
+        drafts.probe(told).note(0, noise, 9)
+        told.note_watched.assert_called_once_with(4, (0.0,) * len(token_ids))
+
+
 async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
     lookup = SuffixDrafter()
     first, second = opened("0", 1, (5, 6, 7)), opened("1", 2, (8, 5, 6, 7))
@@ -63,7 +80,7 @@ async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
 
 def watched(prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> list[Any]:
     """What length control is told about a session that decodes these tokens without drafts."""
-    session, lengths = opened("0", 1, prompt), Mock()
+    session, lengths = opened("0", 1, prompt), Mock(min_chance=0.0)
     watch = LookupDrafts(SuffixDrafter(), context_of(session, num_draft_tokens=4)).probe(lengths)
     for token_id in token_ids:
         watch.note(0, RoundNoise(session.record.seed, Rule.BLOCK, session.length), token_id)
