@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
@@ -323,7 +323,8 @@ class ScriptRunner:
 
     async def run_all(self, script: Script, calls: Sequence[Call]) -> list[Any]:
         """Runs a script once per call, all in one round trip. Returns, in order, each run's answer
-        or its `OutriderError`. Raises `StoreUnavailable` if any run could not be served. If the
+        or its `OutriderError`. An answer that is a list may have an `OutriderError` in place of an
+        element. Raises `StoreUnavailable` if any run, or a part of it, could not be served. If the
         server does not know the script yet, a second round trip sends the script."""
         if not calls:
             return []
@@ -332,11 +333,7 @@ class ScriptRunner:
             again = await self._send(script, [calls[i] for i in unknown], load=True)
             for index, answer in zip(unknown, again, strict=True):
                 answers[index] = answer
-        answers = [to_our_error(a) if isinstance(a, Exception) else a for a in answers]
-        for answer in answers:
-            if isinstance(answer, errors.StoreUnavailable):
-                raise answer
-        return answers
+        return _with_our_errors(answers)
 
     async def close(self) -> None:
         """Waits for running round trips."""
@@ -375,9 +372,9 @@ class ScriptRunner:
             pipeline.wait(num_replicas, limits.REDIS_WAIT_MS)
         async with calling(self._client):
             answers = await pipeline.execute(raise_on_error=False)
-            for answer in answers:
-                if isinstance(answer, Exception) and may_be_replaced(answer):
-                    raise answer
+            for error in _errors(answers):
+                if may_be_replaced(error):
+                    raise error
             if num_replicas:
                 *answers, written, num_synced = answers
                 for answer in (written, num_synced):
@@ -387,3 +384,26 @@ class ScriptRunner:
                     reason = f"{num_synced} of {num_replicas} replicas have received a write"
                     raise NotReplicated(f"{reason} after {limits.REDIS_WAIT_MS} ms")
         return answers[1:] if load else answers
+
+
+def _errors(answers: Sequence[Any]) -> Iterator[Exception]:
+    """Yields the errors among answers, and among the elements of answers that are lists."""
+    for answer in answers:
+        if isinstance(answer, list):
+            yield from _errors(answer)
+        elif isinstance(answer, Exception):
+            yield answer
+
+
+def _with_our_errors(answers: Sequence[Any]) -> list[Any]:
+    """Converts the errors that `_errors` yields. Raises a `StoreUnavailable`."""
+    ours: list[Any] = []
+    for answer in answers:
+        if isinstance(answer, list):
+            answer = _with_our_errors(answer)
+        elif isinstance(answer, Exception):
+            answer = to_our_error(answer)
+            if isinstance(answer, errors.StoreUnavailable):
+                raise answer
+        ours.append(answer)
+    return ours

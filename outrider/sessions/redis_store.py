@@ -19,9 +19,10 @@
 
 The braces are part of the keys. Each change is one run of a Lua script (`lua/`). Redis does not
 roll back a script that fails. So each script keeps the session consistent after each of its
-commands, as `lua/layout.lua` describes. A script uses keys of one hash slot only, but lease and
-session have different slots. So a take-over needs two runs: the first reads the owner's lease, and
-the second checks that epoch and owner are unchanged. If Redis loses the lease of a running owner,
+commands, as `lua/layout.lua` describes. Except for `append`, which appends to many sessions, a
+script uses keys of one hash slot only, but lease and session have different slots. So a take-over
+needs two runs: the first reads the owner's lease, and the second checks that epoch and owner are
+unchanged. If Redis loses the lease of a running owner,
 another coordinator may take over. The owner's writes then fail, because their epoch is too low."""
 
 import asyncio
@@ -30,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
+import msgpack
 import redis.asyncio
 from pydantic import TypeAdapter
 
@@ -37,7 +39,7 @@ from outrider import errors, limits
 from outrider.foundation.shared_calls import SharedCalls
 from outrider.foundation.tokens import TokenSequence
 from outrider.redis.address import RedisAddress
-from outrider.redis.connection import Call, Script, ScriptRunner, calling, check_server, new_client
+from outrider.redis.connection import Script, ScriptRunner, calling, check_server, new_client
 from outrider.sessions import store
 from outrider.speculation.sampling_params import Rule
 
@@ -131,20 +133,25 @@ class RedisStore(store.SessionStore):
             raise errors.InvariantError(f"another session has the id {session.session_id}")
 
     async def append(self, appends: Sequence[store.Append]) -> list[int | errors.OutriderError]:
-        calls: list[Call] = []
-        for append in appends:
-            arguments = (
+        keys = [key for append in appends for key in self._keys(append.session_id)]
+        given = [
+            (
                 append.epoch,
                 append.owner,
-                self.session_ttl_ms,
                 append.expected_length,
                 encode_tokens(append.token_ids),
                 append.logprobs,
-                int(append.more_follow),
-                *_progress(append),
+                append.more_follow,
+                _progress(append),
             )
-            calls.append((self._keys(append.session_id), arguments))
-        answers = await self._scripts.run_all(_APPEND, calls)
+            for append in appends
+        ]
+        # redis-py packs a few large arguments faster than many small ones.
+        packed = msgpack.packb(given, use_bin_type=False)  # Redis reads the older MessagePack.
+        call = keys, (self.session_ttl_ms, packed)
+        [answers] = await self._scripts.run_all(_APPEND, [call])
+        if isinstance(answers, errors.OutriderError):
+            raise answers
         return [
             _outcome(append.session_id, append.epoch, answer)
             for append, answer in zip(appends, answers, strict=True)
@@ -337,7 +344,7 @@ _COUNTERS = TypeAdapter(store.Counters)
 def _progress(of: store.SessionRecord | store.Append) -> list[Field]:
     return [
         b"prefix_digest",
-        of.prefix_digest,
+        str(of.prefix_digest),
         b"caches",
         _CACHES.serializer.to_json((of.draft, of.target)),
         b"counters",

@@ -106,6 +106,8 @@ async def test_a_full_server_stores_ends(store: RedisStore, admin: redis.Redis) 
         assert (await store.memory()).used > (await store.memory()).most == 1
         with pytest.raises(errors.StoreUnavailable, match="OOM"):
             await store.open(new_session("f" * 32))
+        with pytest.raises(errors.StoreUnavailable, match="OOM"):
+            await appended(store, Session(new_session(IDS[1])), 7)
         assert await store.finish(end_of(Session(new_session(IDS[0])))) == 3
         await store.release(IDS[1], 1, OWNERS[0])
         assert (await store.take_over(await store.load(IDS[1]), OWNERS[1])).epoch == 2

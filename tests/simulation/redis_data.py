@@ -9,6 +9,7 @@ from copy import copy
 from functools import cache, partial
 from typing import Any
 
+import msgpack
 from lupa.lua51 import LuaError, LuaRuntime, lua_type
 from redis._parsers import Encoder
 
@@ -32,8 +33,9 @@ DENY_OOM = frozenset((b"SET", b"SETRANGE", b"HSET", b"SADD", b"ZADD"))
 """Commands that a server refuses while its memory is full."""
 WRITES = DENY_OOM | {b"DEL", b"EXPIRE", b"PEXPIRE", b"SREM", b"ZREM", b"ZREMRANGEBYSCORE"}
 _PRELUDE = b"""
-local call, pcall_ = ...
+local call, pcall_, unpacked = ...
 redis = {call = call, pcall = pcall_}
+cmsgpack = {unpack = unpacked}
 function redis.error_reply(text) return {err = text} end
 function redis.status_reply(text) return {ok = text} end
 KEYS, ARGV = {}, {}
@@ -306,7 +308,7 @@ class _Lua:
         self._compiled: dict[bytes, Callable[[], Any]] = {}
         self._data: Any = None
         self._keys: Sequence[bytes] = ()
-        self._lua.compile(_PRELUDE)(self._call, self._pcall)
+        self._lua.compile(_PRELUDE)(self._call, self._pcall, self._unpacked)
 
     def run(
         self, source: bytes, data: RedisData, keys: Sequence[bytes], arguments: Sequence[bytes]
@@ -318,7 +320,10 @@ class _Lua:
         self._globals[b"KEYS"] = self._lua.table_from(keys)
         self._globals[b"ARGV"] = self._lua.table_from(arguments)
         try:
-            return _to_reply(script())
+            reply = _to_reply(script())
+            if isinstance(reply, ReplyError):
+                raise reply
+            return reply
         except LuaError as error:
             text = str(error).splitlines()[0]
             raise ReplyError(f"ERR Error running script: {text}") from None
@@ -340,6 +345,9 @@ class _Lua:
             return self._call(*arguments)
         except ReplyError as error:
             return self._lua.table_from({b"err": str(error).encode()})
+
+    def _unpacked(self, data: bytes) -> Any:
+        return self._to_lua(msgpack.unpackb(data, raw=True))
 
     def _to_lua(self, reply: Reply) -> Any:
         """See "Redis to Lua type conversion" in Redis' "Lua API reference"."""
@@ -366,7 +374,7 @@ def _to_reply(value: Any) -> Reply:
     if lua_type(value) != "table":
         return None
     if (error := value[b"err"]) is not None:
-        raise ReplyError(error.decode())
+        return ReplyError(error.decode())
     if (status := value[b"ok"]) is not None:
         return Status(status)
     replies = []

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock
 
+import msgpack
 import pytest
 
 from coordinator import streams
@@ -31,7 +32,7 @@ from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import SessionRecord
+from outrider.sessions.store import Append, SessionRecord
 from outrider.speculation.logits_processing import raw_logprobs
 from target_service import verifier
 from tests.simulation import plans, scenario, world
@@ -44,7 +45,7 @@ from tests.simulation.scenario import run_seed
 NUM_SEEDS = 80
 Fields = dict[bytes, bytes]
 Patch = pytest.MonkeyPatch
-EPOCH, OWNER, LENGTH, LOGPROBS = 0, 1, 3, 5
+EPOCH, OWNER, LENGTH, LOGPROBS = 0, 1, 3, 4
 ANY_LENGTH = b"-1"
 
 
@@ -56,6 +57,17 @@ def shown_before_committed(patch: Patch) -> None:
         self.showable_length = self.length
 
     patch.setattr(Session, "decide", at_once)
+
+
+def batch_committed_in_part(patch: Patch) -> None:
+    """Of the sessions of a commit, the store keeps the tokens of one, and acknowledges all."""
+    append = RedisStore.append
+
+    async def of_one(self: RedisStore, appends: Sequence[Append]) -> list[Any]:
+        acknowledged = [one.expected_length + len(one.token_ids) for one in appends[1:]]
+        return await append(self, appends[:1]) + acknowledged
+
+    patch.setattr(RedisStore, "append", of_one)
 
 
 def refused_tokens_kept(patch: Patch) -> None:
@@ -77,10 +89,26 @@ def running_stream_fails(patch: Patch) -> None:
 def epochs_disregarded(patch: Patch) -> None:
     """The store accepts tokens of a coordinator that was thought dead."""
 
-    def of_any_epoch(stored: Fields, given: list[bytes]) -> None:
-        given[EPOCH], given[OWNER] = stored[b"epoch"], stored[b"owner"]
+    def of_any_epoch(stored: Fields, given: list[Any]) -> None:
+        given[EPOCH], given[OWNER] = int(stored[b"epoch"]), stored[b"owner"]
 
-    change_arguments(patch, redis_store._APPEND, of_any_epoch)
+    change_appends(patch, of_any_epoch)
+
+
+def change_appends(patch: Patch, change: Callable[[Fields, list[Any]], None]) -> None:
+    """Changes what is appended to each session, depending on the stored session."""
+    execute = RedisServer.execute
+
+    def changed(self: RedisServer, command: Command) -> Any:
+        if command[0] == b"EVALSHA" and command[1] == redis_store._APPEND.sha.encode():
+            appends = msgpack.unpackb(command[-1], raw=True)
+            for key, given in zip(command[3:-2:3], appends, strict=True):
+                if (stored := self.data.get(key)) is not None:
+                    change(stored, given)
+            command = (*command[:-1], msgpack.packb(appends, use_bin_type=False))
+        return execute(self, command)
+
+    patch.setattr(RedisServer, "execute", changed)
 
 
 def finish_by_any_owner(patch: Patch) -> None:
@@ -169,10 +197,10 @@ def logprobs_of_another_row(patch: Patch) -> None:
 def logprobs_stored_for_a_part(patch: Patch) -> None:
     """Of several tokens that are stored at once, only the last one has log-probabilities."""
 
-    def last_line(stored: Fields, given: list[bytes]) -> None:
+    def last_line(stored: Fields, given: list[Any]) -> None:
         given[LOGPROBS] = b"".join(given[LOGPROBS].splitlines(keepends=True)[-1:])
 
-    change_arguments(patch, redis_store._APPEND, last_line)
+    change_appends(patch, last_line)
 
 
 def constraint_lost_at_a_resumption(patch: Patch) -> None:
@@ -270,6 +298,7 @@ def starts_unknown(patch: Patch) -> None:
 
 KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     shown_before_committed: (),
+    batch_committed_in_part: (),
     refused_tokens_kept: (),
     running_stream_fails: (),
     epochs_disregarded: ("oust",),

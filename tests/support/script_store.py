@@ -30,7 +30,11 @@ class ScriptStore(RedisStore):
         keys, arguments = (packed(("", *words)) for words in call)
         try:
             sha = self.data.load_script(script.source.encode())
-            return self.data.run_script(sha, keys, arguments)
+            reply = self.data.run_script(sha, keys, arguments)
+            for part in reply if isinstance(reply, list) else ():
+                if isinstance(part, ReplyError):
+                    raise part
+            return reply
         except ReplyError as error:
             raise StoreUnavailable(str(error)) from error
 

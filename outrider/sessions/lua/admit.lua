@@ -42,11 +42,11 @@ local function admit(key, epoch, owner, keeps_end)
   return session
 end
 
--- The stored length in tokens of an admitted session.
-local function length_of(session)
+-- The stored length in tokens of an admitted session. `key` is the key of its tokens.
+local function length_of(session, key)
   local counted = session
   if session.rewrite then counted = session.pending end
   if not counted then return 0 end
-  local start, stop = extent(KEYS[2], counted.tokens_start, counted.tokens_end)
+  local start, stop = extent(key, counted.tokens_start, counted.tokens_end)
   return (stop - start) / 4
 end

@@ -8,7 +8,7 @@ write_when_full(KEYS[1])  -- An end always fits.
 local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
 if not session then return refusal end
 
-local length = length_of(session)
+local length = length_of(session, KEYS[2])
 local expected = tonumber(ARGV[4])
 local is_whole = expected == length and not session.rewrite
 if session.state == 'running' and (expected == -1 or is_whole) then

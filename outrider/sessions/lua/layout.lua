@@ -1,4 +1,5 @@
--- This file begins the scripts that change or load a session. KEYS: session, tokens, logprobs.
+-- This file begins the scripts that change or load sessions. The keys of a session are session,
+-- tokens, logprobs.
 --
 -- The hash has the byte ranges of the session in the two strings: tokens_start .. tokens_end and
 -- logprobs_start .. logprobs_end (offsets; the end is excluded). A script first writes bytes after
@@ -33,10 +34,10 @@ end
 
 -- Ensures that the session lives for at least ttl_ms. If its time to live is shorter, sets it to a
 -- sixtieth more than ttl_ms, so that the next appends need not set it again.
-local function prolong(ttl_ms)
-  if redis.call('PTTL', KEYS[1]) < tonumber(ttl_ms) then
+local function prolong(keys, ttl_ms)
+  if redis.call('PTTL', keys[1]) < tonumber(ttl_ms) then
     local longer_ms = string.format('%.0f', ttl_ms * 61 / 60)
-    for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, longer_ms) end
+    for _, key in ipairs(keys) do redis.call('PEXPIRE', key, longer_ms) end
   end
 end
 

@@ -15,6 +15,6 @@ if stored[3] == 'running' then
   -- The new owner continues from the stored tokens, whichever owner wrote them.
   redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', stored[1] + 1), 'owner', ARGV[3],
     'rewrite', '0')
-  prolong(ARGV[4])
+  prolong(KEYS, ARGV[4])
 end
 return read()

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, call
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 from redis.asyncio import SSLConnection
@@ -211,6 +211,23 @@ async def test_no_call_gets_the_late_answer_to_another(
         late.set()
         assert await runner.run_all(script, calls) == [21, 22]
         await client.aclose()
+
+
+@pytest.mark.parametrize("text", ["READONLY You can't write against a read only replica.", "OOM"])
+async def test_a_part_of_a_script_that_cannot_be_served_fails_the_script(text: str) -> None:
+    client = AsyncMock()
+    client.pipeline = Mock()
+    answer = [7, ResponseError("WRONGTYPE"), ResponseError(text)]
+    client.pipeline.return_value.execute = AsyncMock(side_effect=lambda **_: [answer])
+    runner = ScriptRunner(client)
+    calls: list[Call] = [(("key",), (1,))]
+    with pytest.raises(StoreUnavailable, match=text[:8]):
+        await runner.run_all(Script("append"), calls)
+    assert client.connection_pool.disconnect.await_count == text.startswith("READONLY")
+    answer.pop()
+    [[length, error]] = await runner.run_all(Script("append"), calls)
+    assert length == 7
+    assert isinstance(error, DataLoss)
 
 
 @pytest.mark.parametrize("fields", [{}, {b"opened": b"[1]"}, {b"opened": b"\xff"}])

@@ -212,6 +212,27 @@ async def test_a_script_that_is_ended_at_any_write_leaves_a_whole_session(
     assert at > 0
 
 
+async def test_a_batch_that_is_stored_in_part_is_completed_by_its_repetition() -> None:
+    bench = Bench()
+    sessions = [Session(new_session(one)) for one in IDS]
+    for session in sessions:
+        await bench.open(new_session(session.session_id))
+        written(session, 7, 8)
+
+    async def append(store: ScriptStore) -> Any:
+        return await store.append([next_append(session) for session in sessions])
+
+    kept, found = bench.data.snapshot(), set[tuple[int, ...]]()
+    for at in count():
+        bench.data.restore(kept)
+        if not await bench.is_refused(append, at):
+            break
+        records = [await bench.load(one) for one in IDS]
+        found.add(tuple(len(record.token_ids) for record in records))
+        assert await append(bench) == [5] * len(IDS)
+    assert found == {(3, 5, 5), (5, 3, 5), (5, 5, 3)}
+
+
 async def test_an_end_with_more_tokens_than_are_stored_is_not_recorded() -> None:
     bench = Bench()
     await (await appending(bench))(bench)
