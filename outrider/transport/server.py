@@ -16,8 +16,8 @@ import math
 import re
 import socket
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,7 @@ from outrider.errors import (
     ConfigError,
     DeadlineExceeded,
     NotFound,
+    OutriderError,
     Overloaded,
     Unavailable,
     check,
@@ -232,8 +233,9 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if not method.server_streaming:
             reply: bytes = (await replies).SerializeToString()
             return reply
-        write = context.write if method.client_streaming else _Writer(context).write
-        async with aclosing(replies):  # Runs the iterator's `finally` as soon as the call ends.
+        writing = nullcontext(context.write) if method.client_streaming else _writing(context)
+        # `aclosing` runs the iterator's `finally` as soon as the call ends.
+        async with writing as write, aclosing(replies):
             async for reply in replies:
                 await write(reply if isinstance(reply, bytes) else reply.SerializeToString())
         return b""
@@ -267,29 +269,65 @@ async def _health_message(frames: AsyncIterator[bytes], name: str) -> bytes | No
         ) from None
 
 
-class _Writer:
-    """Sends the messages of an answer to a client that must take them in time."""
+@asynccontextmanager
+async def _writing(context: Context) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+    """Yields a function that sends a message of an answer. If the client does not take a message in
+    time, the current task is cancelled, and the context raises an error."""
+    scope = asyncio.timeout(None)
+    writer = _Writer(context, scope)
+    try:
+        async with scope:
+            yield writer.write
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise writer.late() from None
+    finally:
+        writer.close()
 
-    def __init__(self, context: Context) -> None:
+
+class _Writer:
+    """Sends the messages of an answer. One timer serves many messages."""
+
+    def __init__(self, context: Context, scope: asyncio.Timeout) -> None:
         self._context = context
+        self._scope = scope
+        self._loop = asyncio.get_running_loop()
         self._has_begun = False
+        self._due = math.inf
+        """When the client must have taken the current message; infinity between messages."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Calls `_look` not after `_due`."""
 
     async def write(self, data: bytes) -> None:
-        """Raises an error if the client does not take the message in time."""
         if not self._has_begun:  # Together with a message that is not taken, no status can be sent.
             await self._context.send_initial_metadata(())
             self._has_begun = True
-        until = _WRITE_DEADLINE.get(math.inf)
-        stuck_at = asyncio.get_running_loop().time() + limits.GRPC_STUCK_WRITE_S
-        try:
-            async with asyncio.timeout_at(min(until, stuck_at)):
-                await self._context.write(data)
-        except TimeoutError:
-            if until < stuck_at:
-                reason = "deadline_ms: the client did not take the answer in time"
-                raise DeadlineExceeded(reason) from None
-            reason = f"the client took no data for {limits.GRPC_STUCK_WRITE_S} s"
-            raise Unavailable(reason) from None
+        stuck_at = self._loop.time() + limits.GRPC_STUCK_WRITE_S
+        self._due = min(_WRITE_DEADLINE.get(math.inf), stuck_at)
+        if self._timer is None or self._timer.when() > self._due:
+            self.close()
+            self._timer = self._loop.call_at(self._due, self._look)
+        await self._context.write(data)
+        self._due = math.inf
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._due <= self._loop.time():
+            self._scope.reschedule(self._due)
+        elif self._due < math.inf:
+            self._timer = self._loop.call_at(self._due, self._look)
+
+    def late(self) -> OutriderError:
+        """The error of a client that has not taken a message in time."""
+        if _WRITE_DEADLINE.get(math.inf) <= self._due:
+            return DeadlineExceeded("deadline_ms: the client did not take the answer in time")
+        return Unavailable(f"the client took no data for {limits.GRPC_STUCK_WRITE_S} s")
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class _Health:

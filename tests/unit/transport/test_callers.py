@@ -104,6 +104,8 @@ def test_few_messages_of_a_caller_arrive_at_a_time(monkeypatch: pytest.MonkeyPat
 class Told:
     """A servicer whose generations tell an event every 10 ms until they are left."""
 
+    pause_s = 0.01
+
     def __init__(self, seconds: float = 60.0) -> None:
         self.seconds = seconds
         self.num_running = 0
@@ -119,7 +121,7 @@ class Told:
         try:
             while True:
                 yield pb.GenerateEvent(started=pb.Started(model="toy"))
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(self.pause_s)
         finally:
             self.num_running -= 1
 
@@ -285,6 +287,22 @@ async def test_a_client_that_takes_no_data_does_not_keep_its_generation(
         bare.take(stream, 2**16)
         await bare.until_ended(stream)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("pause_s", [0.01, 0.2])
+async def test_a_client_that_takes_its_data_keeps_its_generation(
+    told: Told, address: str, monkeypatch: pytest.MonkeyPatch, pause_s: float
+) -> None:
+    monkeypatch.setattr("outrider.limits.GRPC_STUCK_WRITE_S", 0.05)
+    told.pause_s = pause_s
+    loop = asyncio.get_running_loop()
+    async with open_channel(address) as channel:
+        metadata = (("authorization", f"Bearer {KEY}"),)
+        generating = channel.unary_stream(GENERATE)(b"", metadata=metadata)
+        until = loop.time() + 0.5
+        while loop.time() < until:
+            assert await generating.read() is not grpc.aio.EOF
+        generating.cancel()
 
 
 async def test_watchers_without_a_key_hear_of_changes(address: str) -> None:
