@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 
 from coordinator.routing.drafts import Drafted
 from outrider.errors import Overloaded
@@ -23,6 +24,8 @@ class LoadMeter:
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
         self._sums = DecayedSums(WINDOW_S, self._clock())
+        self._news: Counter[str] = Counter()
+        """Amounts of the rounds that are not in `_sums` yet."""
         self._num_late = 0
         """Number of consecutive delays above `LOOP_LAG_MS_MAX` up to now."""
         self.lag_ms = 0.0
@@ -30,18 +33,16 @@ class LoadMeter:
 
     def decided(self, drafted: Drafted, num_accepted: int, num_tokens: int) -> None:
         """Counts a round that added `num_tokens` tokens, including `num_accepted` draft tokens."""
-        counts = drafted.source != "fallback"
-        by_replica = drafted.source == "replica"
-        waited = drafted.queue_ms > _WAITED * drafted.compute_ms and not drafted.ahead
-        amounts = {
-            "tokens": num_tokens,
-            "drafted": counts * len(drafted.proposal),
-            "accepted": counts * num_accepted,
-            "proposals": by_replica,
-            "waited": by_replica and waited,
-            "ahead": by_replica and drafted.ahead,
-        }
-        self._sums.add(self._clock(), amounts)
+        news, source = self._news, drafted.source
+        news["tokens"] += num_tokens
+        if source != "fallback":
+            news["drafted"] += len(drafted.proposal)
+            news["accepted"] += num_accepted
+        if source == "replica":
+            waited = drafted.queue_ms > _WAITED * drafted.compute_ms and not drafted.ahead
+            news["proposals"] += 1
+            news["waited"] += waited
+            news["ahead"] += drafted.ahead
 
     async def watch(self) -> None:
         """Measures the event loop and the process, until this call is cancelled."""
@@ -50,6 +51,7 @@ class LoadMeter:
             await asyncio.sleep(_CHECK_PERIOD_S)
             now = self._clock()
             lag_s, cpu_s = now - due, time.process_time() - cpu_s
+            self._add_news(now)
             self._sums.add(now, {"looks": 1, "lag_s": min(lag_s, _LAG_S_MAX), "cpu_s": cpu_s})
             self.lag_ms = 1e3 * (self._sums.mean(now, "lag_s", "looks") or 0.0)
             self._num_late = self._num_late + 1 if 1e3 * lag_s > LOOP_LAG_MS_MAX else 0
@@ -57,6 +59,7 @@ class LoadMeter:
     @property
     def figures(self) -> Figures:
         sums, now = self._sums, self._clock()
+        self._add_news(now)
         return Figures(
             draft_waits=sums.mean(now, "waited", "proposals"),
             acceptance=sums.mean(now, "accepted", "drafted"),
@@ -65,6 +68,10 @@ class LoadMeter:
             busy=sums.rate(now, "cpu_s"),
             loop_lag_ms=self.lag_ms,
         )
+
+    def _add_news(self, now: float) -> None:
+        self._sums.add(now, self._news)
+        self._news.clear()
 
     def check(self) -> None:
         """Raises `Overloaded` if the last `LOOP_LAG_CHECKS` delays are above `LOOP_LAG_MS_MAX`."""

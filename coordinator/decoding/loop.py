@@ -20,13 +20,14 @@ from coordinator.draft_length.policy import RoundLength, RoundResult
 from coordinator.routing.drafts import Drafted, Drafts
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
-from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
+from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable, check
 from outrider.foundation.logs import about, identify
 from outrider.foundation.values import value
 from outrider.interfaces.messages import PositionLogprobs, VerdictReply
 from outrider.interfaces.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
+from outrider.limits import RUN_AHEAD_ROUNDS_MAX
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
-from outrider.speculation.accept_reject import Outcome, decide, survival
+from outrider.speculation.accept_reject import Origin, Outcome, decide, survival
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL
 from outrider.speculation.random_streams import RoundNoise
 from outrider.telemetry.observer import SILENT, RequestObserver
@@ -230,53 +231,85 @@ class SessionRun:
             self._draft.prefill(self.parameters.num_draft_tokens)
         reason, index = None, 0
         while reason is None:
-            await self._commits.room(self.parameters.num_draft_tokens + 1)
+            await self._commits.room(self.parameters.num_draft_tokens + RUN_AHEAD_ROUNDS_MAX + 1)
             await self._output.room()
             await self._stored.room(self.session.record.tenant)
-            reason = await self._round(index)
-            index += 1
+            decided = _Decided(index, self._completion.num_tokens)
+            try:
+                reason = await self._round(decided)
+                while reason is None and (reply := self._next_verdict()) is not None:
+                    reason = self._round_ahead(decided, reply)
+            finally:
+                self._show(decided)
+            index = decided.next_round
         return reason
 
-    async def _round(self, index: int) -> FinishReason | None:
-        self._observer.round_began(index)
-        record, start_length = self.session.record, self.session.length
-        began_at = self._clock()
-        noise = RoundNoise(record.seed, record.rule, start_length)
-        length = self._lengths.choose(self._completion.remaining)
+    def _next_verdict(self) -> VerdictReply | None:
+        """Returns the next round's verdict if the target ran this round ahead, and the verdict has
+        arrived. With reports, each round has an event of its own."""
+        return None if self.parameters.include_rounds else self._target.take_ahead()
+
+    async def _round(self, decided: _Decided) -> FinishReason | None:
+        """Runs a round, and adds its outcome to `decided`. Returns why the session ends; None if it
+        continues."""
+        index, began_at = decided.next_round, self._clock()
+        length, noise = self._begin(index)
         drafted = await self._propose(index, length, noise)
         wanted = self._draft.next_round_request(length)
         self._observer.asked("target")
-        asked_at = self._clock()
+        asked = _AskedRound(index, length, noise, drafted, began_at, self._clock())
         reply = await self._target.verify(index, drafted.proposal, length.run_ahead, wanted)
-        verify_s = self._clock() - asked_at
+        return self._decide(decided, asked, reply)
+
+    def _round_ahead(self, decided: _Decided, reply: VerdictReply) -> FinishReason | None:
+        """Like `_round`, for a round whose verdict has arrived."""
+        index, now = decided.next_round, self._clock()
+        length, noise = self._begin(index)
+        check(length.num_draft_tokens == 0, "a target ran a round ahead that has draft tokens")
+        self._draft.next_round_request(length)
+        self._observer.asked("target")
+        asked = _AskedRound(index, length, noise, _NOT_DRAFTED, now, now)
+        return self._decide(decided, asked, reply)
+
+    def _begin(self, index: int) -> tuple[RoundLength, RoundNoise]:
+        self._observer.round_began(index)
+        length = self._lengths.choose(self._completion.remaining)
+        if index > 0:
+            self._observer.count("rounds_by_num_draft_tokens", str(length.num_draft_tokens))
+        record = self.session.record
+        return length, RoundNoise(record.seed, record.rule, self.session.length)
+
+    def _decide(
+        self, decided: _Decided, asked: _AskedRound, reply: VerdictReply
+    ) -> FinishReason | None:
+        """Computes the outcome of a round, learns from it, and adds it to `decided`."""
+        now, session, drafted, noise = self._clock(), self.session, asked.drafted, asked.noise
+        verify_s = now - asked.asked_at
         self._observer.answered(
             "target", verify_s, reply.queue_ms, reply.compute_ms, asked=self._target.was_asked
         )
         self._draft.on_verdict(reply)
-        proposal = self._target.verified
-        if len(proposal) < len(drafted.proposal):
+        proposal_ids = self._target.verified.token_ids
+        if len(proposal_ids) < len(drafted.proposal.token_ids):
             self._draft.reject()
-        if self.session.error is not None:
-            raise self.session.error  # The store has refused the session during the round.
-        outcome = decide(
-            reply.verdict, proposal.token_ids, record.rule, noise.accept_uniforms(len(proposal))
-        )
-        self._target.settle(reply, start_length + outcome.num_accepted)
-        self._draft.settle(start_length + outcome.num_accepted)
+        if session.error is not None:
+            raise session.error  # The store has refused the session during the round.
+        uniforms = noise.accept_uniforms(len(proposal_ids))
+        outcome = decide(reply.verdict, proposal_ids, session.record.rule, uniforms)
+        common_length = noise.committed_length + outcome.num_accepted
+        self._target.settle(reply, common_length)
+        self._draft.settle(common_length)
         if self._lengths.adapts:
-            self._note(drafted, reply, outcome)
+            self._note(drafted, reply, outcome, now)
         if self._probe is not None:
-            self._probe.note(length.num_draft_tokens, noise, outcome.token_ids[0])
-        if not length.is_timed:
+            self._probe.note(asked.length.num_draft_tokens, noise, outcome.token_ids[0])
+        if not asked.length.is_timed:
             self._trial = None  # See `DrafterSums`.
-        if self._trial is not None and index > 0:
-            seconds = self._clock() - began_at
-            self._trial.note(outcome.num_accepted, len(outcome.token_ids), seconds)
-        return self._add_decided(index, drafted, reply, verify_s, outcome)
+        if self._trial is not None and asked.index > 0:
+            self._trial.note(outcome.num_accepted, len(outcome.token_ids), now - asked.began_at)
+        return self._add(decided, asked, reply, verify_s, outcome)
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        if index > 0:
-            self._observer.count("rounds_by_num_draft_tokens", str(length.num_draft_tokens))
         if length.num_draft_tokens == 0:
             return _NOT_DRAFTED
         self._observer.asked("draft")
@@ -288,7 +321,7 @@ class SessionRun:
         self._observer.answered("draft", drafted.seconds, drafted.queue_ms, drafted.compute_ms)
         return drafted
 
-    def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome) -> None:
+    def _note(self, drafted: Drafted, reply: VerdictReply, outcome: Outcome, now: float) -> None:
         result = RoundResult(
             num_asked=drafted.num_asked,
             survival=survival(self.session.record.rule, reply.verdict.accept_probability),
@@ -296,7 +329,7 @@ class SessionRun:
             context=self.session.length,
             draft_s=drafted.seconds,
             target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
-            ended_at=self._clock(),
+            ended_at=now,
             queue_s=reply.queue_ms / 1e3,
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
@@ -304,30 +337,27 @@ class SessionRun:
         )
         self._lengths.note(result)
 
-    def _add_decided(
-        self, index: int, drafted: Drafted, reply: VerdictReply, verify_s: float, outcome: Outcome
+    def _add(
+        self,
+        decided: _Decided,
+        asked: _AskedRound,
+        reply: VerdictReply,
+        verify_s: float,
+        outcome: Outcome,
     ) -> FinishReason | None:
-        """Adds a round's decided tokens to the session and to the output. Later, the committer
-        commits them. Returns why the session ends; None if it continues."""
-        first_index = self._completion.num_tokens
-        piece = self._completion.push(outcome.token_ids)
-        num_tokens, num_drafted = piece.num_tokens, len(drafted.proposal)
+        """Adds a round's tokens to the session and to `decided`."""
+        piece, drafted = self._completion.push(outcome.token_ids), asked.drafted
+        num_tokens, num_drafted = piece.num_tokens, len(drafted.proposal.token_ids)
         num_accepted = min(outcome.num_accepted, num_tokens)
-        logprobs: tuple[PositionLogprobs, ...] = ()
+        token_ids = outcome.token_ids[:num_tokens]
+        logprobs: Sequence[PositionLogprobs] = ()
         if self.parameters.logprobs is not None:
             num = outcome.num_accepted
             places = (*range(num), len(reply.verdict.accept_probability) + num)
-            logprobs = tuple(reply.logprobs[place] for place in places[:num_tokens])
-        tokens = Tokens(
-            first_index=first_index,
-            token_ids=outcome.token_ids[:num_tokens],
-            text_delta=piece.text,
-            origins=outcome.origins[:num_tokens],
-            logprobs=logprobs,
-        )
+            logprobs = [reply.logprobs[place] for place in places[:num_tokens]]
         counters = self.session.counters
         self.session.decide(
-            tokens.token_ids,
+            token_ids,
             Counters(
                 counters.num_rounds + 1,
                 counters.num_draft_tokens + num_drafted,
@@ -340,11 +370,10 @@ class SessionRun:
         )
         self._observer.decided(drafted.proposal, num_accepted, num_tokens, self.session.length)
         self._meter.decided(drafted, num_accepted, num_tokens)
-        self._commits.notify()
         report = None
         if self.parameters.include_rounds:
             report = RoundReport(
-                index=index,
+                index=asked.index,
                 proposed_token_ids=drafted.proposal.token_ids,
                 num_accepted=num_accepted,
                 draft_ms=drafted.seconds * 1e3,
@@ -354,35 +383,98 @@ class SessionRun:
                 commit_ms=0.0,
                 look_ahead_hit=drafted.ahead,
             )
-        self._write(tokens, report, index)
+        decided.add(token_ids, piece.text, outcome.origins[:num_tokens], logprobs, report)
         return piece.finish_reason
+
+    def _show(self, decided: _Decided) -> None:
+        """Lets the committer commit decided tokens, and the client get them afterwards."""
+        if decided.rounds:
+            self._commits.notify()
+            self._write(decided.tokens, decided.report, decided.rounds)
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
         self._held_back = self._completion.finish()
         return reason
 
     def _write(
-        self, tokens: Tokens, report: RoundReport | None = None, round_index: int | None = None
+        self, tokens: Tokens, report: RoundReport | None = None, rounds: range | None = None
     ) -> None:
         now = self._clock()
-        self._output.write(Entry(self.session.length, tokens, report, now, round_index))
+        self._output.write(Entry(self.session.length, tokens, report, now, rounds))
 
 
-ENTRIES_UNREAD_MAX = 256
+@value(frozen=True, slots=True)
+class _AskedRound:
+    """A round whose verdict was asked for."""
+
+    index: int
+    length: RoundLength
+    noise: RoundNoise
+    drafted: Drafted
+    began_at: float
+    asked_at: float
+
+
+class _Decided:
+    """The output of rounds that were decided one right after the other."""
+
+    def __init__(self, first_round: int, first_index: int) -> None:
+        """`first_index` is the index of the first token in the completion."""
+        self._first_round = self.next_round = first_round
+        self._first_index = first_index
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._origins: list[Origin] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self.report: RoundReport | None = None
+        """The last round's report, if the request asked for reports."""
+
+    @property
+    def rounds(self) -> range:
+        return range(self._first_round, self.next_round)
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(
+            self._first_index,
+            tuple(self._token_ids),
+            self._text,
+            tuple(self._origins),
+            tuple(self._logprobs),
+        )
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        origins: Sequence[Origin],
+        logprobs: Sequence[PositionLogprobs],
+        report: RoundReport | None,
+    ) -> None:
+        """Adds the output of the next round."""
+        self.next_round += 1
+        self._token_ids += token_ids
+        self._text += text
+        self._origins += origins
+        self._logprobs += logprobs
+        self.report = report
+
+
+ROUNDS_UNREAD_MAX = 256
 """Decoding pauses while the queue holds the output of this many rounds, which Redis lacks or the
 client has not taken."""
 
 
 @value(frozen=True, slots=True)
 class Entry:
-    """The output of a round. The client gets the output when `end_length` tokens are committed."""
+    """The output of some rounds. The client gets it when `end_length` tokens are committed."""
 
     end_length: int
     tokens: Tokens
     report: RoundReport | None
     decided_at: float
-    round_index: int | None = None
-    """None for replayed tokens."""
+    rounds: range | None = None
+    """Indices of the rounds. None for replayed tokens."""
 
 
 class OutputQueue:
@@ -401,17 +493,20 @@ class OutputQueue:
         self._is_late = False
         self._timer = loop.call_at(until, self._expire)
         self._entries: deque[Entry] = deque()
+        self._num_rounds = 0
+        """Number of rounds in `_entries`."""
         self._closed = False
         self._taken = asyncio.Event()
 
     async def room(self) -> None:
-        while len(self._entries) >= ENTRIES_UNREAD_MAX:
+        while self._num_rounds >= ROUNDS_UNREAD_MAX:
             self._taken.clear()
             await self._taken.wait()
 
     def write(self, entry: Entry) -> None:
         """Adds an entry. The commit of its tokens wakes the reader."""
         self._entries.append(entry)
+        self._num_rounds += len(entry.rounds or ())
 
     def close(self) -> None:
         """Must be called when no more entries will be written."""
@@ -433,16 +528,21 @@ class OutputQueue:
             if self._is_late:
                 raise TimeoutError
             await self._commits.change()
-        entries = [first := self._entries.popleft()]
-        self._taken.set()
+        entries = [first := self._take()]
         if first.report is not None:
             return replace(first.report, commit_ms=self._tell(entries) * 1e3), first.tokens
-        if first.round_index is None:
+        if first.rounds is None:
             return (first.tokens,)
         while self._is_ready:
-            entries.append(self._entries.popleft())
+            entries.append(self._take())
         self._tell(entries)
         return (_joined([entry.tokens for entry in entries]),)
+
+    def _take(self) -> Entry:
+        entry = self._entries.popleft()
+        self._num_rounds -= len(entry.rounds or ())
+        self._taken.set()
+        return entry
 
     @property
     def _is_ready(self) -> bool:
@@ -456,7 +556,9 @@ class OutputQueue:
     def _tell(self, entries: Sequence[Entry]) -> float:
         """Reports rounds to the observer. Returns the time since the first round was decided, s."""
         now = self._clock()
-        decided_s = {entry.round_index: now - entry.decided_at for entry in entries}
+        decided_s = {
+            index: now - entry.decided_at for entry in entries for index in entry.rounds or ()
+        }
         self._observer.shown(decided_s, sum(len(entry.tokens.token_ids) for entry in entries))
         return now - entries[0].decided_at
 

@@ -425,7 +425,7 @@ class SessionRoute(Generic[Item, Answer]):
         number in messages. Each move of the session adds `RUN_AHEAD_ROUNDS_MAX` + 1 to this number.
         So a replica's answers from the session's earlier stay match no later round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
-        if self._answers:
+        if self._answers and min(self._answers) < self._round:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
         self.was_lost, self._lost = self._lost is not None, None
         return self._round
@@ -478,6 +478,11 @@ class SessionRoute(Generic[Item, Answer]):
     async def take(self, timeout_s: float) -> Answer:
         """Waits for the answer to the current round. Raises `LinkLost` if the stream breaks, and
         `TimeoutError` after `timeout_s`."""
+        if self._round not in self._answers:
+            await self._arrived(timeout_s)
+        return self._answers.pop(self._round)
+
+    async def _arrived(self, timeout_s: float) -> None:
         check(self._waiter is None, "a route has two waiters")
         self._due = self._loop.time() + timeout_s
         while self._round not in self._answers:
@@ -494,7 +499,6 @@ class SessionRoute(Generic[Item, Answer]):
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._answers.pop(self._round)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

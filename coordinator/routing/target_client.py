@@ -18,7 +18,6 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     Unavailable,
-    check,
     error_from_code,
 )
 from outrider.foundation.backoff import backoff
@@ -89,7 +88,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         number = self.begin(round_index)
         # Whether an earlier request covers this round, and half of the `run_ahead` rounds after it.
         is_covered = self._asked_until - number >= run_ahead // 2
-        ask = len(proposal) > 0 or self.was_lost or not is_covered
+        ask = bool(proposal.token_ids) or self.was_lost or not is_covered
         self.was_asked = False
         while True:
             try:
@@ -112,12 +111,12 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             else:
                 absence = None
                 if isinstance(answer, VerdictReply):
-                    self.verified, num = proposal, len(proposal)
+                    num = len(proposal.token_ids)
                     num_judged = len(answer.verdict.accept_probability)
-                    is_whole = num_judged == len(answer.verdict.correction) - 1 == num
-                    check(
-                        is_whole, f"the verdict has {num_judged} draft tokens; {num} were proposed"
-                    )
+                    if not num == num_judged == len(answer.verdict.correction) - 1:
+                        reason = f"the verdict has {num_judged} draft tokens; {num} were proposed"
+                        raise InvariantError(reason)
+                    self.verified = proposal
                     return answer
                 if isinstance(answer, Resync):
                     self.resync(answer)
@@ -135,6 +134,18 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     await self._take_refusal(answer, refused, num_retries)
                     num_retries += 1
             number, ask = self.begin(round_index), True
+
+    def take_ahead(self) -> VerdictReply | None:
+        """Begins the next round, and returns its verdict, if the target may run this round without
+        another request, and the verdict has arrived. Otherwise returns None, and begins no round.
+        Must be called after `verify`."""
+        number = self._round + 1
+        answer = self._answers.get(number) if number <= self._asked_until else None
+        if not isinstance(answer, VerdictReply):
+            return None
+        del self._answers[number]
+        self._round, self.was_asked, self.verified = number, False, EMPTY_ENCODED_PROPOSAL
+        return answer
 
     def _cut(self, proposal: EncodedProposal, num_refusals: int, reason: str) -> EncodedProposal:
         """The part of a proposal to ask for after so many refusals of its q."""

@@ -161,5 +161,5 @@ class Session:
         )
 
     def _check_running(self, action: str) -> None:
-        ended = self.error or self.finish_reason
-        check(ended is None, f"{action} a session that is over: {ended}")
+        if ended := self.error or self.finish_reason:
+            raise InvariantError(f"{action} a session that is over: {ended}")

@@ -7,7 +7,7 @@ from enum import StrEnum
 from itertools import accumulate, takewhile
 from operator import mul
 
-from outrider.errors import check
+from outrider.errors import InvariantError
 from outrider.foundation.values import value
 from outrider.speculation.sampling_params import Rule
 
@@ -58,9 +58,9 @@ def decide(
     token i passes iff uniforms[i] <= verdict.accept_probability[i]. Raises `InvariantError` if the
     lengths of verdict and proposal do not match."""
     num, accept = len(proposal_ids), verdict.accept_probability
-    fits = len(accept) == num and len(verdict.correction) == num + 1
-    sizes = f"{len(accept)} acceptance probabilities and {len(verdict.correction)} corrections"
-    check(fits, f"a verdict with {sizes} does not fit {num} draft tokens")
+    if not len(accept) == num == len(verdict.correction) - 1:
+        sizes = f"{len(accept)} acceptance probabilities and {len(verdict.correction)} corrections"
+        raise InvariantError(f"a verdict with {sizes} does not fit {num} draft tokens")
     passes = (uniform <= chance for chance, uniform in zip(accept, uniforms, strict=True))
     num_accepted = count_accepted(rule, passes)
     last = Origin.BONUS if num_accepted == num else Origin.CORRECTION

@@ -91,8 +91,8 @@ class RoundNoise:
 
     def accept_uniforms(self, num_draft_tokens: int) -> Iterator[float]:
         """u_i in (0, 1) for each draft token i, which decides whether the token is accepted."""
-        if self.rule.absolute_noise:  # Acceptance probabilities are 0 or 1, so any u_i will do.
-            return repeat(0.5, num_draft_tokens)
+        if self.rule.absolute_noise or not num_draft_tokens:
+            return repeat(0.5, num_draft_tokens)  # Acceptance probabilities are 0 or 1.
         ones, num = _joined([1] * num_draft_tokens), num_draft_tokens
         places = INDEX_TAG * ones | _joined(range(num))
         low, high = _key(self.seed)

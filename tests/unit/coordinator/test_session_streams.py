@@ -265,6 +265,24 @@ async def test_a_bug_in_the_commits_is_reported_and_leaves_no_open_sessions() ->
     await b.draft.close()
 
 
+async def test_verdicts_that_come_together_are_shown_together_up_to_the_end() -> None:
+    """The target runs ahead and holds verdicts back. It has rounds behind the stop token, too."""
+    request = replace(REQUEST, num_draft_tokens=0, rule=Rule.COUPLED, sampling=SamplingParams())
+    async with bench() as b:
+        token_ids = tokens_of(await b.events(request))
+        ends = next(at for at, one in enumerate(token_ids[6:], 6) if one not in token_ids[:at])
+        sampling = SamplingParams(stop_token_ids=(token_ids[ends],))
+        for reports in (False, True):
+            events = await b.events(replace(request, sampling=sampling, include_rounds=reports))
+            shown = [event for event in events if isinstance(event, Tokens)]
+            finished = events[-1]
+            assert isinstance(finished, Finished)
+            assert tokens_of(events) == token_ids[: ends + 1]
+            assert finished.metrics.num_rounds == ends + 1
+            assert (len(shown) == ends + 1) == reports
+            assert sum(isinstance(event, RoundReport) for event in events) == reports * (ends + 1)
+
+
 async def test_the_last_event_has_the_stop_string() -> None:
     async with bench(text=toy_text()) as b:
         whole = await b.events(REQUEST)

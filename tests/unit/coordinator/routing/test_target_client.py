@@ -125,6 +125,25 @@ async def test_a_round_that_the_target_ran_ahead_to_was_not_asked_for() -> None:
     assert (target.was_asked, len(link.sent)) == (False, 2)
 
 
+async def test_the_verdicts_of_rounds_that_the_target_may_run_ahead_are_taken_in_order() -> None:
+    one = session()
+    link, target, task = await second_round(one, run_ahead=2)
+    [_, item] = link.sent
+
+    def answer(number: int) -> None:
+        head = replace(item.head, round=number)
+        link.on_answer(verdict(replace(item, head=head), correction=number))
+
+    answer(1)
+    await task
+    assert target.take_ahead() is None, "it has not arrived"
+    for number in (4, 2, 3):  # Nobody asked for round 4.
+        answer(number)
+    taken = [target.take_ahead() for _ in range(3)]
+    assert [reply and reply.verdict.correction for reply in taken] == [(2,), (3,), None]
+    assert (target.was_asked, len(link.sent)) == (False, 2)
+
+
 READABLE = EncodedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
 
 
