@@ -145,7 +145,7 @@ class Library:
 
 
 _VLLM_DRAFTS = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-_VLLM = Library(
+VLLM = Library(
     name="vllm",
     bindings=({}, {"separate": True}, {"bind": "nobind"}, {"bind": "auto"}),
     speculative="n-gram",
@@ -163,8 +163,8 @@ TRANSFORMERS = Library(
     drafting=({"prompt_lookup_num_tokens": 10},),
 )
 PEERS = (
-    _VLLM,
-    replace(_VLLM, name="vllm-pace"),
+    VLLM,
+    replace(VLLM, name="vllm-pace"),
     Library(
         name="openvino",
         needs_gguf=True,

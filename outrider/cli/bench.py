@@ -65,6 +65,7 @@ PURPOSES = {
     "speedup": "compare decoding with and without drafts",
     "peers": "compare with vLLM, OpenVINO, llama.cpp and transformers, with the same weights, "
     "prompts and threads",
+    "servers": "compare the HTTP server with that of vLLM, on a tiny model",
     "serve": "measure latency and throughput under load, like `vllm bench serve`",
     "emulate": "compare decoding modes on emulated models whose speed and acceptance you set",
     "overhead": "measure what rounds and requests cost without the models",
@@ -75,6 +76,7 @@ PURPOSES = {
 MODEL_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "emulate": (),
     "overhead": (),
+    "servers": (),
     "device": (),
     "engine": TARGET_SETTINGS,
     "acceptance": TARGET_SETTINGS + DRAFT_SETTINGS,
