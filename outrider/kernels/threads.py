@@ -127,3 +127,64 @@ class ContendedThreads:
         else:
             self._usual_s[self._probed] = all_s
         self._probed = None
+
+
+SHORT_S = 10e-3  # a step that takes longer on one thread is not short
+SHORT_RATIO = 1.25
+"""A step is short if it takes at most this many times as long on one thread as on all threads. The
+cores are then better used by the processes that send the step's tokens."""
+SHORT_TRIES = 5  # so many steps on one thread and on all threads decide whether a size is short
+SHORT_PAUSE_S = 30.0
+_SHORT_PAUSE = 1_000.0
+"""A size is tried again after `SHORT_PAUSE_S`. If a step took longer than `SHORT_S`, its size is
+tried again only after this many times the step's time, so that tries take little of the time."""
+_FIRST_SIZE = 4  # the largest size that may be tried first
+
+
+class _Size:
+    """What is known about the steps of one size."""
+
+    def __init__(self) -> None:
+        self.is_short = False
+        self.next_try = 0.0
+        """0 = the first try has not ended."""
+        self.times: list[float] = []
+        """Of the steps of a try: on one thread, on all, on one, ..."""
+
+
+class ShortSteps:
+    """Finds out which steps are short. The *size* of a step is the number of binary digits of its
+    number of tokens. Steps of one size take similar times. A size is tried only if the next
+    smaller size whose try has ended is short, so that hardly any long step runs on one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._sizes: dict[int, _Size] = {}
+        self._tried: _Size | None = None
+        """The size of the current step, if the step is part of a try."""
+
+    def includes(self, num_tokens: int) -> bool:
+        """Whether the next step should run on one thread. After it, `note` must be called."""
+        size, self._tried = num_tokens.bit_length(), None
+        if (known := self._sizes.get(size)) is None:
+            smaller = [one for one, known in self._sizes.items() if one < size and known.next_try]
+            if not (self._sizes[max(smaller)].is_short if smaller else size <= _FIRST_SIZE):
+                return False
+            known = self._sizes[size] = _Size()
+        if self._clock() < known.next_try:
+            return known.is_short
+        self._tried = known
+        return len(known.times) % 2 == 0
+
+    def note(self, seconds: float) -> None:
+        """Adds the time of the step."""
+        if (size := self._tried) is None:
+            return
+        size.times.append(seconds)
+        alone_s, all_s = size.times[::2], size.times[1::2]
+        is_long = len(alone_s) > 1 and min(alone_s) > SHORT_S  # The first may have waited.
+        if is_long or len(all_s) == SHORT_TRIES:
+            size.is_short = not is_long and median(alone_s) <= SHORT_RATIO * median(all_s)
+            pause_s = _SHORT_PAUSE * seconds if is_long else 0.0
+            size.next_try = self._clock() + max(SHORT_PAUSE_S, pause_s)
+            size.times.clear()
