@@ -24,6 +24,8 @@ class TargetActor(ReplicaHost):
     def build(
         self, config: TargetConfig, driver: ThreadDriver, engine: Any, costs: StepCosts | None
     ) -> TargetService:
+        from outrider.drafters.lookup import NgramDrafter
+
         from .service import TargetService
 
         return TargetService(
@@ -35,6 +37,7 @@ class TargetActor(ReplicaHost):
             self_drafter=self_drafter_of(engine),
             grammars=build_grammars(config, engine.info.eos_token_ids),
             stream_interval_ms=config.stream_interval_ms,
+            lookup=NgramDrafter(*config.lookup_ngrams) if any(config.lookup_ngrams) else None,
         )
 
 

@@ -1,25 +1,29 @@
-"""Run-ahead: a target runs rounds without a proposal before the coordinator asks for them. The next
-round of a session is formed right after the verdict of the round before, between two steps."""
+"""Run-ahead: a target runs rounds before the coordinator asks for them. Proposals, if there are
+any, come from the target's look-up. The next round of a session is formed right after the verdict
+of the round before, between two steps. For that, the target computes the outcome that the
+coordinator will compute, because both have the same random numbers."""
 
 from collections import OrderedDict
 from collections.abc import Collection
-from functools import reduce
+from typing import NamedTuple
 
-from outrider.errors import Overloaded, check
-from outrider.foundation.tokens import extend_digest
+from outrider.errors import Overloaded
+from outrider.foundation.tokens import EMPTY_DIGEST, digest_after, extend_digest
 from outrider.foundation.values import completed, replaced
 from outrider.interfaces.messages import Refused, RoundAnswer, RoundHead, VerdictReply, VerifyItem
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.replica.step_loop import Continuation, Prepared, StepLoop
 from outrider.replica.step_request import StepRequest, refusal
+from outrider.speculation.accept_reject import decide
+from outrider.speculation.random_streams import RoundNoise
 
 
 class RunAheads(Continuation[VerifyItem]):
     """The sessions of a target that run ahead."""
 
     def __init__(self, length_max: int, eos_token_ids: Collection[int], held_s: float) -> None:
-        """A session has at most `length_max` tokens, and probably ends with an id of
-        `eos_token_ids`. A verdict waits for others of its session up to `held_s`."""
+        """A session has at most `length_max` tokens, and ends with an id of `eos_token_ids`, unless
+        its items ignore these. A verdict waits for others of its session up to `held_s`."""
         self._length_max, self._eos_token_ids = length_max, eos_token_ids
         self._held_s = held_s
         self.sessions: OrderedDict[str, RunAhead] = OrderedDict()
@@ -57,11 +61,10 @@ class RunAheads(Continuation[VerifyItem]):
         if not isinstance(answer, VerdictReply):
             del self.sessions[work.session_id]
             return None, 0.0  # The coordinator must act on this answer.
-        held_s = self._held_s if ahead.add(answer) else 0.0
+        held_s = self._held_s if ahead.add(answer, self._eos_token_ids) else 0.0
         then = ahead.next_request(now, self._length_max)
-        if then is None or answer.verdict.correction[0] in self._eos_token_ids:
-            held_s = 0.0  # No further verdict comes soon, or the session probably ends.
-        return then, held_s
+        # Without a next round, no further verdict comes soon.
+        return then, 0.0 if then is None else held_s
 
     def foresee(self, work: StepRequest[VerifyItem]) -> VerifyItem | None:
         ahead = self.sessions.get(work.session_id)
@@ -84,20 +87,39 @@ class RunAheads(Continuation[VerifyItem]):
             steps.cancel(work, answers)
 
 
+_UNKNOWN = 0
+"""The token of a foreseen round, until the round before it has ended."""
+
+
+class _Start(NamedTuple):
+    """Where a round begins."""
+
+    length: int
+    """Number of committed tokens."""
+    digest: int
+    """Digest of these tokens."""
+    last_token: int = 0
+    """The last of them; not set for the round of the item."""
+    digest_before: int = 0
+    """Digest of the tokens before the last one."""
+
+
 class RunAhead:
-    """A session's run-ahead: the round of `item`, and up to `item.run_ahead` further rounds. Each
-    round commits one token.
+    """A session's run-ahead: the round of `item`, and up to `item.run_ahead` further rounds.
 
     | round | committed length at its start | verdict |
     | --- | --- | --- |
-    | `item.head.round + j` | `item.head.committed_length + j` | `replies[j]`, once it is known |"""
+    | `item.head.round + j` | `_starts[j].length` | `replies[j]`, once it is known |"""
 
     def __init__(self, work: StepRequest[VerifyItem]) -> None:
         self.request: StepRequest[VerifyItem] | None = work  # the round that waits or runs
         self.replies: list[VerdictReply] = []
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
-        # Digests of the tokens before the first round, and after each reply.
-        self._digests = [_committed_digest(work.item.head)]
+        head = work.item.head
+        # Where the first round begins, and each round after a reply.
+        self._starts = [_Start(head.committed_length, _committed_digest(head))]
+        self._has_ended = False
+        """Whether the last reply ends the completion."""
         self._foreseen: VerifyItem | None = None
 
     @property
@@ -111,17 +133,31 @@ class RunAhead:
         verdicts than it asked for."""
         own, other = self._item.head, item.head
         rounds = other.round - own.round
+        if not 0 <= rounds < len(self._starts):
+            return False
+        start = self._starts[rounds]
         return (
-            not item.proposal
-            and 0 <= rounds <= len(self.replies)
+            not item.proposal.token_ids
             and other.round + item.run_ahead >= self._last_round
-            and other.committed_length - own.committed_length == rounds
-            and self._digests[rounds] == _committed_digest(other)
-            and item.num_logprobs == self._item.num_logprobs
+            and start.length == other.committed_length
+            and start.digest == _committed_digest(other)
+            and self._tokens_left(start.length)
+            == (item.num_tokens_left, item.num_lookup_tokens, item.ignores_eos)
+            and (item.num_logprobs, item.lookup_min_chance)
+            == (self._item.num_logprobs, self._item.lookup_min_chance)
             and (other.epoch, other.rule, other.seed, other.prompt_length, other.sampling)
             == (own.epoch, own.rule, own.seed, own.prompt_length, own.sampling)
             and other.constraint_hash == own.constraint_hash
         )
+
+    def _tokens_left(self, length: int) -> tuple[int, int, bool]:
+        """`num_tokens_left`, `num_lookup_tokens` and `ignores_eos` of a round that begins at this
+        committed length. A look-up proposes no more tokens than have room before the last one."""
+        item, num_lookup = self._item, self._item.num_lookup_tokens
+        if item.num_tokens_left == 0:
+            return 0, num_lookup, item.ignores_eos
+        left = max(0, item.num_tokens_left - (length - item.head.committed_length))
+        return left, min(num_lookup, max(0, left - 1)), item.ignores_eos
 
     def extend(self, work: StepRequest[VerifyItem]) -> list[VerdictReply]:
         """Replaces the item of this run-ahead by that of `work`, which must satisfy `continues`.
@@ -131,70 +167,87 @@ class RunAhead:
         rounds = work.item.head.round - self._item.head.round
         may_be_lost = rounds == 0 or work.sender is not self._sender
         del self.replies[:rounds]
-        del self._digests[:rounds]
+        del self._starts[:rounds]
         self._foreseen = None
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
         if self.request is not None:
             self.request.sender = work.sender
         return list(self.replies) if may_be_lost else []
 
-    def add(self, reply: VerdictReply) -> bool:
+    def add(self, reply: VerdictReply, eos_token_ids: Collection[int]) -> bool:
         """Adds the verdict of the newest round. Returns whether it may wait for further verdicts.
         The first verdict may not wait. Nor may the middle verdict, because it makes the coordinator
         ask for more rounds."""
-        check(len(reply.verdict.correction) == 1, "a round without a proposal has one correction")
-        ahead = self._item.run_ahead
+        ahead, item, start = self._item.run_ahead, self._item, self._starts[-1]
         may_wait = len(self.replies) not in (0, ahead - ahead // 2)
         self.replies.append(reply)
-        self._digests.append(extend_digest(self._digests[-1], reply.verdict.correction[0]))
+        token_ids = reply.verdict.correction
+        if reply.looked_up:
+            noise = RoundNoise(item.head.seed, item.head.rule, start.length)
+            uniforms = noise.accept_uniforms(len(reply.looked_up))
+            token_ids = decide(reply.verdict, reply.looked_up, noise.rule, uniforms).token_ids
+        before = digest_after(start.digest, token_ids[:-1])
+        end = start.length + len(token_ids)
+        self._starts.append(
+            _Start(end, extend_digest(before, token_ids[-1]), token_ids[-1], before)
+        )
+        is_full = 0 < item.num_tokens_left <= end - item.head.committed_length
+        stops = item.head.params().stop_token_ids
+        self._has_ended = is_full or any(
+            token_id in stops or (token_id in eos_token_ids and not item.ignores_eos)
+            for token_id in token_ids
+        )
         return may_wait
 
-    def _allows(self, rounds: int, length_max: int) -> bool:
-        """Whether the round with this index may run. Its prefix has at most `length_max` tokens."""
-        is_long = self._item.head.committed_length + rounds > length_max
-        return rounds <= self._item.run_ahead and not is_long
-
     def foresee(self, length_max: int) -> VerifyItem | None:
-        """Forms the item of the round after the running one, while its token is unknown. Returns
-        None if there will be no such round."""
-        rounds = len(self.replies) + 1
-        if self._allows(rounds, length_max):
-            self._foreseen = _later_round(self._item, rounds, self._digests[rounds - 1])
+        """Forms the item of the round after the running one, while the token that the running one
+        will commit is unknown. Returns None if it may commit several tokens, or if there will be
+        no further round."""
+        rounds, start = len(self.replies) + 1, self._starts[-1]
+        item = self._item
+        is_last = item.num_tokens_left == 1 + start.length - item.head.committed_length
+        if (
+            rounds <= item.run_ahead
+            and start.length < length_max
+            and not (is_last or item.num_lookup_tokens)
+        ):
+            end = _Start(start.length + 1, EMPTY_DIGEST, _UNKNOWN, start.digest)
+            self._foreseen = self._later_round(end, rounds)
         return self._foreseen
 
     def next_request(self, now: float, length_max: int) -> StepRequest[VerifyItem] | None:
-        """Forms the next round, which appends the token of the round before it. Returns None if all
-        allowed rounds have run."""
-        rounds = len(self.replies)
-        if not self._allows(rounds, length_max):
+        """Forms the next round, which appends the last token of the round before it. Returns None
+        if all allowed rounds have run, or the completion has ended. The prefix of a round has at
+        most `length_max` tokens."""
+        rounds, start = len(self.replies), self._starts[-1]
+        foreseen, self._foreseen = self._foreseen, None
+        if rounds > self._item.run_ahead or self._has_ended or start.length > length_max:
             return None
         item = self._item
-        if rounds > 0:
-            item = self._foreseen or _later_round(item, rounds, self._digests[rounds - 1])
-            self._foreseen = None
-            completed(item.head, append=self.replies[-1].verdict.correction)
+        if foreseen is not None:
+            item = foreseen
+            completed(item.head, append=(start.last_token,))
+        elif rounds > 0:
+            item = self._later_round(start, rounds)
         self.request = StepRequest(item, self._sender, now, self._expires_at)
         return self.request
 
+    def _later_round(self, start: _Start, rounds: int) -> VerifyItem:
+        """Returns the item of the round that begins at `start`, `rounds` rounds after `_item`."""
+        item = self._item
+        head = replaced(
+            item.head,
+            round=item.head.round + rounds,
+            base_length=start.length - 1,
+            prefix_digest=start.digest_before,
+            append=(start.last_token,),
+            traceparent="",  # Only the first round is traced.
+        )
+        left, num_lookup, _ = self._tokens_left(start.length)
+        return replaced(
+            item, head=head, features_from=None, num_tokens_left=left, num_lookup_tokens=num_lookup
+        )
+
 
 def _committed_digest(head: RoundHead) -> int:
-    return reduce(extend_digest, head.append, head.prefix_digest)
-
-
-_UNKNOWN = 0
-"""The token of a foreseen round, until the round before it has ended."""
-
-
-def _later_round(item: VerifyItem, rounds: int, digest: int) -> VerifyItem:
-    """Returns the item of a later round, `rounds` rounds after `item`. A round commits one token.
-    The returned item appends the token `_UNKNOWN` to a prefix with this `digest`."""
-    head = item.head
-    own = replaced(
-        head,
-        round=head.round + rounds,
-        base_length=head.committed_length + rounds - 1,
-        prefix_digest=digest,
-        append=(_UNKNOWN,),
-        traceparent="",  # Only the first round is traced.
-    )
-    return replaced(item, head=own, features_from=None)
+    return digest_after(head.prefix_digest, head.append)

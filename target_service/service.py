@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from outrider.drafters.lookup import LookupDrafter
 from outrider.grammar.compiler import Grammars
 from outrider.interfaces.engine import Engine
 from outrider.interfaces.messages import VerifyItem
@@ -15,6 +16,7 @@ from outrider.replica.drivers import StepDriver
 from outrider.replica.service import SteppedService, describe_model
 from outrider.replica.step_loop import StepLoop
 from outrider.replica.token_budget import TokenBudget
+from target_service.lookups import TargetLookups
 from target_service.run_ahead import RunAheads
 from target_service.verifier import SelfDrafter, Verifier
 
@@ -34,15 +36,18 @@ class TargetService(SteppedService[VerifyItem]):
         clock: Callable[[], float] = time.perf_counter,
         grammars: Grammars | None = None,
         stream_interval_ms: int = STREAM_INTERVAL_MS,
+        lookup: LookupDrafter | None = None,
     ) -> None:
         """A step has at most `max_num_seqs` sessions and `max_num_batched_tokens` tokens. With
         `costs`, the time of a step is limited too, and a step may wait for sessions that are
         expected soon (`BatchingDelay`). A `self_drafter` must use this engine. `clock` measures the
         time of drafting in seconds. Without `grammars`, sessions with a constraint are refused.
         Verdicts of rounds that run ahead wait up to `stream_interval_ms`, because one message with
-        several verdicts costs less than several messages."""
+        several verdicts costs less than several messages. Without a `lookup`, items that ask for
+        tokens of the target's look-up get verdicts without a proposal."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        verifier = Verifier(engine, budget, self_drafter, clock, grammars)
+        lookups = None if lookup is None else TargetLookups(lookup)
+        verifier = Verifier(engine, budget, self_drafter, clock, grammars, lookups)
         layer = getattr(engine, "draft_layer", None)
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),

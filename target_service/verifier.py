@@ -21,7 +21,7 @@ from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSam
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
 from outrider.drafters.features import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.errors import BadRequest, InvariantError, OutriderError, check
-from outrider.foundation.tokens import extend_digest
+from outrider.foundation.tokens import EMPTY_DIGEST, extend_digest
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import AllowedTokens, TokenMask
 from outrider.interfaces.engine import DraftingEngine, Engine, FeatureKeeper, SequenceStep
@@ -50,6 +50,7 @@ from outrider.speculation.logits_processing import (
 from outrider.speculation.proposal import EncodedProposal, Proposal, require_q
 from outrider.speculation.sampling_params import NO_HISTORY, TokenHistory
 from outrider.speculation.verification import VerifyInput, verdicts_from_logits
+from target_service.lookups import TargetLookups
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class _Round(Work[VerifyItem]):
     history = NO_HISTORY
     allowed: AllowedTokens | None = None  # tokens that may follow the committed tokens; None = all
     first_without_mask: int | None = None  # see `RowMasks`
+    digest = EMPTY_DIGEST  # of the committed tokens
 
     @property
     def demand(self) -> SlotDemand:
@@ -186,8 +188,11 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         self_drafter: SelfDrafter | None,
         clock: Callable[[], float],
         grammars: Grammars | None,
+        lookups: TargetLookups | None = None,
     ) -> None:
-        super().__init__(budget, Admission(engine, budget, grammars))
+        forget = (lambda session_id: None) if lookups is None else lookups.forget
+        super().__init__(budget, Admission(engine, budget, grammars, forget=forget))
+        self._lookups = lookups
         self._engine = engine
         self._clock: Callable[[], float] = lambda: clock() + engine.stated_seconds
         self.keeper: FeatureKeeper | None = None  # the engine, if it keeps features for drafts
@@ -204,6 +209,8 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
     def prepare(self, items: Sequence[VerifyItem]) -> list[_Round]:
         expected, self._expected = self._expected, {}
         rounds = [expected.get(id(item)) or _Round(item) for item in items]
+        if self._lookups is not None:
+            self._lookups.begin_step()
         self._admission.admit(rounds, self._validate, self._prepare)
         return rounds
 
@@ -243,6 +250,13 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             raise BadRequest("sampling.top_k", reason)
         require_q(item.proposal, head.rule)
         work.proposal = item.proposal.decode()
+        if item.num_lookup_tokens and not work.proposal.token_ids and self._lookups is not None:
+            held = self._engine.tokens(head.session_id)
+            room = min(item.num_lookup_tokens, info.max_model_len - length)
+            if item.num_tokens_left:
+                room = min(room, item.num_tokens_left - 1)  # The round ends with another token.
+            least = item.lookup_min_chance
+            work.proposal = self._lookups.propose(head, sampling, held, room, least)
 
     def _prepare(self, work: _Round, admitted: Admitted) -> None:
         head, proposal, aligned = work.head, work.proposal, admitted.aligned
@@ -250,6 +264,7 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         if not admitted.is_whole:
             work.step = SequenceStep(head.session_id, new_tokens[: admitted.num_granted], 0)
             return
+        work.digest = aligned.digest
         work.allowed = self._admission.allowed(head, aligned)
         vocab_size = self._engine.info.vocab_size
         drafted = tuple([v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids])
@@ -303,7 +318,16 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         expected = work.head.committed_length + len(proposal)
         if cached_length != expected:
             raise InvariantError(f"{cached_length} slots are held, not {expected}")
-        return VerdictReply(work.head.key, verdict, cached_length, logprobs, audit=audited)
+        return VerdictReply(
+            work.head.key,
+            verdict,
+            cached_length,
+            logprobs,
+            looked_up=() if item.proposal.token_ids else proposal.token_ids,
+            committed_length=work.head.committed_length,
+            prefix_digest=work.digest,
+            audit=audited,
+        )
 
     def _add_features(self, rounds: Sequence[_Round], keeper: FeatureKeeper) -> None:
         """Adds features of committed tokens to verdicts whose items ask for features. If

@@ -62,12 +62,17 @@ class SessionCommits:
         """Waits while `num_tokens` more tokens would raise the number of uncommitted tokens above
         `UNCOMMITTED_TOKENS_MAX`, or while the store has taken no token for `UNCOMMITTED_MS_MAX`."""
         self._check_served()
-        while self._behind_since is not None and (
-            self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX
-            or self._clock() - self._behind_since > limits.UNCOMMITTED_MS_MAX / 1000
-        ):
+        while not self.has_room(num_tokens):
             await self.change()
             self._check_served()
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether `room` would return at once."""
+        if self.session.num_uncommitted + num_tokens > limits.UNCOMMITTED_TOKENS_MAX:
+            return False
+        behind_since = self._behind_since
+        most_s = limits.UNCOMMITTED_MS_MAX / 1000
+        return behind_since is None or self._clock() - behind_since <= most_s
 
     async def finish(self, reason: FinishReason) -> None:
         """Ends the session. Returns when the store has all tokens and the finish reason."""

@@ -22,10 +22,9 @@ from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable, check
 from outrider.foundation.logs import about, identify
-from outrider.foundation.values import value
+from outrider.foundation.values import replaced, value
 from outrider.interfaces.messages import PositionLogprobs, VerdictReply
 from outrider.interfaces.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
-from outrider.limits import RUN_AHEAD_ROUNDS_MAX
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin, Outcome, decide, survival
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL
@@ -231,7 +230,7 @@ class SessionRun:
             self._draft.prefill(self.parameters.num_draft_tokens)
         reason, index = None, 0
         while reason is None:
-            await self._commits.room(self.parameters.num_draft_tokens + RUN_AHEAD_ROUNDS_MAX + 1)
+            await self._commits.room(self.parameters.num_draft_tokens + 1)
             await self._output.room()
             await self._stored.room(self.session.record.tenant)
             decided = _Decided(index, self._completion.num_tokens)
@@ -247,7 +246,10 @@ class SessionRun:
     def _next_verdict(self) -> VerdictReply | None:
         """Returns the next round's verdict if the target ran this round ahead, and the verdict has
         arrived. With reports, each round has an event of its own."""
-        return None if self.parameters.include_rounds else self._target.take_ahead()
+        num_tokens = self.parameters.num_draft_tokens + 1
+        if self.parameters.include_rounds or not self._commits.has_room(num_tokens):
+            return None
+        return self._target.take_ahead()
 
     async def _round(self, decided: _Decided) -> FinishReason | None:
         """Runs a round, and adds its outcome to `decided`. Returns why the session ends; None if it
@@ -258,17 +260,27 @@ class SessionRun:
         wanted = self._draft.next_round_request(length)
         self._observer.asked("target")
         asked = _AskedRound(index, length, noise, drafted, began_at, self._clock())
-        reply = await self._target.verify(index, drafted.proposal, length.run_ahead, wanted)
+        reply = await self._target.verify(
+            index,
+            drafted.proposal,
+            length.run_ahead,
+            wanted,
+            num_tokens_left=self._completion.remaining,
+            lookup=self._draft.lookup_request(length),
+        )
         return self._decide(decided, asked, reply)
 
     def _round_ahead(self, decided: _Decided, reply: VerdictReply) -> FinishReason | None:
         """Like `_round`, for a round whose verdict has arrived."""
         index, now = decided.next_round, self._clock()
         length, noise = self._begin(index)
-        check(length.num_draft_tokens == 0, "a target ran a round ahead that has draft tokens")
+        drafted = _NOT_DRAFTED
+        if num := length.num_draft_tokens:
+            check(self._draft.by_target, "a target ran a round ahead that another drafts for")
+            drafted = Drafted(EMPTY_ENCODED_PROPOSAL, "local", 0.0, num)
         self._draft.next_round_request(length)
         self._observer.asked("target")
-        asked = _AskedRound(index, length, noise, _NOT_DRAFTED, now, now)
+        asked = _AskedRound(index, length, noise, drafted, now, now)
         return self._decide(decided, asked, reply)
 
     def _begin(self, index: int) -> tuple[RoundLength, RoundNoise]:
@@ -283,13 +295,16 @@ class SessionRun:
         self, decided: _Decided, asked: _AskedRound, reply: VerdictReply
     ) -> FinishReason | None:
         """Computes the outcome of a round, learns from it, and adds it to `decided`."""
-        now, session, drafted, noise = self._clock(), self.session, asked.drafted, asked.noise
+        now, session, noise = self._clock(), self.session, asked.noise
         verify_s = now - asked.asked_at
         self._observer.answered(
             "target", verify_s, reply.queue_ms, reply.compute_ms, asked=self._target.was_asked
         )
         self._draft.on_verdict(reply)
         proposal_ids = self._target.verified.token_ids
+        if self._draft.by_target:
+            asked = replaced(asked, drafted=replaced(asked.drafted, proposal=self._target.verified))
+        drafted = asked.drafted
         if len(proposal_ids) < len(drafted.proposal.token_ids):
             self._draft.reject()
         if session.error is not None:
@@ -334,6 +349,7 @@ class SessionRun:
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
             work_s=drafted.work_ms / 1e3,
+            ran_ahead=not self._target.was_asked,
         )
         self._lengths.note(result)
 

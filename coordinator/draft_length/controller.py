@@ -152,20 +152,23 @@ class LengthControls:
         num_draft_tokens: int,
         prompt_length: int,
         tried: ReplicaDescription | None = None,
+        *,
+        by_target: bool = False,
     ) -> LengthControl:
         """Begins a session whose rounds ask for at most `num_draft_tokens` tokens. `tried` is the
-        session's drafter if this drafter is on trial. Under the rules token and block, a session
+        session's drafter if this drafter is on trial. `by_target` states whether the target's
+        look-up drafts. Under the rules token and block, a session
         that repeats a seed gets a fixed K. So does the first session with this seed, if it still
         runs."""
         self.load.num_sessions += 1
         bounds = num_draft_tokens, prompt_length
         if rule.absolute_noise:
-            return LengthControl(self, self.learned(tried), rule, *bounds)
+            return LengthControl(self, self.learned(tried), rule, *bounds, by_target=by_target)
         if seed in self._firsts:
             if (running := self._firsts[seed]) is not None:
                 running.fix()
             nothing = self._nothing_learned(tried, Load())
-            repeated = LengthControl(self, nothing, rule, *bounds)
+            repeated = LengthControl(self, nothing, rule, *bounds, by_target=by_target)
             repeated.fix()
             return repeated
         if len(self._firsts) >= DRAFTED_SEEDS_MAX:
@@ -175,7 +178,7 @@ class LengthControls:
                 known: control for known, control in self._firsts.items() if control is not None
             }
             self._learned.clear()
-        first = LengthControl(self, self.learned(tried), rule, *bounds, seed)
+        first = LengthControl(self, self.learned(tried), rule, *bounds, seed, by_target=by_target)
         self._firsts[seed] = first
         return first
 
@@ -234,8 +237,11 @@ class LengthControl:
         num_draft_tokens: int,
         prompt_length: int,
         seed: int | None = None,
+        *,
+        by_target: bool = False,
     ) -> None:
         """`seed` is None for a session that is not in `LengthControls._firsts`."""
+        self._by_target = by_target
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -302,7 +308,7 @@ class LengthControl:
             self._planned, self._num_planned = _PLAIN, _ENDLESS
         elif self._current is None:  # No round has begun.
             self._planned, self._num_planned = _FIRST, 1
-        elif self._planned is not _PLAIN:
+        elif self._planned is not _PLAIN and not self._by_target:
             self._num_planned = 0
 
     def choose(self, num_left: int) -> RoundLength:
@@ -312,7 +318,7 @@ class LengthControl:
         self._follows_plain = self._current is _PLAIN
         self._current = current = self._next or self._take_planned()
         run_ahead = 0
-        if current is _PLAIN:
+        if current is _PLAIN or self._by_target:
             run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
         self._plan()
         self._next = following = self._take_planned()
@@ -338,6 +344,8 @@ class LengthControl:
             return  # The time of the first round includes the prefill.
         costs, is_plain = self._costs, self._current is _PLAIN
         round_s = max(0.0, result.ended_at - before - result.next_draft_s)
+        if result.ran_ahead and not is_plain:
+            round_s = result.target_s  # The verdicts of several rounds may arrive together.
         costs.note_load(result, round_s)
         self._experience.add_budget(result.num_tokens)
         if is_plain:

@@ -12,8 +12,9 @@ class RoundLength:
 
     num_draft_tokens: int
     run_ahead: int
-    """Number of rounds after this round that certainly have no proposal. The target may run these
-    rounds without waiting for the coordinator."""
+    """Number of rounds after this round that certainly have no proposal, or whose proposals come
+    from the target's look-up and certainly have the same K. The target may run these rounds without
+    waiting for the coordinator."""
     next_max: int = 0
     """Largest possible K of the next round. A target with a head drafts this many tokens in the
     step that gives this round's verdict."""
@@ -64,3 +65,5 @@ class RoundResult:
     """Time in which the target drafted for the next round."""
     work_s: float = 0.0
     """This proposal's share of the computing time of the draft replica."""
+    ran_ahead: bool = False
+    """Whether the target ran the round without a request for it."""

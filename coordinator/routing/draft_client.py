@@ -524,7 +524,7 @@ def open_drafts(
     if target.drafts_itself:
         return SelfDraftClient(target, lookup, config)
     if not config.lookup.drafter.name:
-        return LookupDrafts(lookup, context)
+        return LookupDrafts(lookup, context, config.lookup_on == "target")
     if pool.first is None:
         return NoDrafts()
     return DraftClient(pool, context, lookup, config)

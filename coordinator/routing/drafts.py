@@ -12,7 +12,7 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.foundation.values import value
 from outrider.interfaces.messages import VerdictReply
 from outrider.sessions.store import CacheState
-from outrider.speculation.proposal import EncodedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 
 Source = Literal["replica", "local", "fallback"]
@@ -53,6 +53,19 @@ class NextRoundRequest:
 
 
 NO_NEXT_REQUEST = NextRoundRequest()
+
+
+@value(frozen=True, slots=True)
+class LookupRequest:
+    """What the target's look-up is asked to propose."""
+
+    num_tokens: int = 0
+    """Largest number of tokens."""
+    min_chance: float = 0.0
+    """See `DraftRequest.min_chance`."""
+
+
+NO_LOOKUP = LookupRequest()
 
 
 class SessionLookup:
@@ -146,6 +159,8 @@ class Drafts:
 
     max_tokens: int
     """Largest number of draft tokens of a round. If it is 0, `propose` is never called."""
+    by_target = False
+    """Whether the target's look-up proposes. `propose` then returns an empty proposal."""
 
     def probe(self, lengths: LengthControl) -> LookupProbe | None:
         """Returns a probe with which `lengths` learns from plain rounds; None if a replica must
@@ -169,6 +184,12 @@ class Drafts:
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""
         raise NotImplementedError
+
+    def lookup_request(self, length: RoundLength) -> LookupRequest:
+        """Returns what the target's look-up should propose for a round of this `length`."""
+        if not self.by_target:
+            return NO_LOOKUP
+        return LookupRequest(length.num_draft_tokens, length.min_chance)
 
     def next_round_request(self, length: RoundLength) -> NextRoundRequest:
         """Returns what the target should send with its verdict on a round of this `length`."""
@@ -195,16 +216,21 @@ class NoDrafts(Drafts):
 
 
 class LookupDrafts(Drafts):
-    """Proposes with a look-up."""
+    """Proposes with a look-up, in the coordinator or in the target."""
 
-    def __init__(self, lookup: LookupDrafter, context: SessionContext) -> None:
+    def __init__(
+        self, lookup: LookupDrafter, context: SessionContext, by_target: bool = False
+    ) -> None:
         self._lookup = SessionLookup(lookup, context)
         self.max_tokens = context.parameters.num_draft_tokens
+        self.by_target = by_target
 
     def probe(self, lengths: LengthControl) -> LookupProbe:
         return LookupProbe(self._lookup, lengths, self.max_tokens)
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
+        if self.by_target:
+            return Drafted(EMPTY_ENCODED_PROPOSAL, "local", 0.0, length.num_draft_tokens)
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal, _ = self._lookup.propose(length.num_draft_tokens, noise, length.min_chance)

@@ -6,7 +6,7 @@ import logging
 from random import Random
 
 from coordinator.routing.absence import Absence
-from coordinator.routing.drafts import NO_NEXT_REQUEST, NextRoundRequest
+from coordinator.routing.drafts import NO_LOOKUP, NO_NEXT_REQUEST, LookupRequest, NextRoundRequest
 from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import (
@@ -18,6 +18,7 @@ from outrider.errors import (
     OutriderError,
     Overloaded,
     Unavailable,
+    check,
     error_from_code,
 )
 from outrider.foundation.backoff import backoff
@@ -32,6 +33,8 @@ ANSWER_S = 30.0
 """If no verdict arrives within this time, the client repeats the request."""
 ANSWER_WAIT_GROWTH_MAX = 8
 """The wait for a verdict doubles with each repetition, up to this multiple of `ANSWER_S`."""
+MISMATCHES_MAX = 8
+"""If so many verdicts are on other tokens than the session's, the session fails."""
 REPLICA_LIMIT = "replica"
 """`Overloaded.limit` of requests that a target has refused. They wait until the target has room, so
 each counts once."""
@@ -57,10 +60,13 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self._was_overloaded = False
         self._asked_until = -1
         """The last round that the target may run without another request."""
+        self._num_mismatches = 0
+        """Number of verdicts on other tokens than the session's."""
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = EMPTY_ENCODED_PROPOSAL
-        """The proposal that the newest verdict is about. If it is shorter than the proposal given
+        """The proposal that the newest verdict is about. It may come from the target's look-up. If
+        it is shorter than the proposal given
         to `verify`, the target could not read q. The caller must then stop using the drafter.
         Otherwise the output may be biased: if only certain draft tokens make q unreadable, the
         proposals always end before these tokens."""
@@ -71,12 +77,16 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         proposal: EncodedProposal,
         run_ahead: int = 0,
         wanted: NextRoundRequest = NO_NEXT_REQUEST,
+        *,
+        num_tokens_left: int = 0,
+        lookup: LookupRequest = NO_LOOKUP,
     ) -> VerdictReply:
         """Returns the verdict of a round, with the data `wanted` for the next round, and sets
-        `verified`. Repeats the request until an answer arrives. Moves to another target if the
-        current target cannot be reached, is leaving, answers with UNAVAILABLE, or twice does not
-        answer in time. Raises `Unavailable` if no target can be reached, or the stream to the
-        target is full, for as long as `Absence` allows. For refusals, see `_take_refusal`.
+        `verified`. See `VerifyItem` for the other parameters. Repeats the request until an answer
+        arrives. Moves to another target if the current target cannot be reached, is leaving,
+        answers with UNAVAILABLE, or twice does not answer in time. Raises `Unavailable` if no
+        target can be reached, or the stream to the target is full, for as long as `Absence` allows.
+        For refusals, see `_take_refusal`.
 
         If the target cannot read the proposal's q, the client itself tries to read q, cuts the
         proposal before the first unreadable q, and asks again. If the client can read all of q, or
@@ -94,7 +104,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             try:
                 if ask:
                     self.was_asked = True
-                    self._ask(number, proposal, run_ahead, wanted)
+                    self._ask(number, proposal, run_ahead, wanted, num_tokens_left, lookup)
                 answer = await self.take(wait_s)
             except TimeoutError:
                 absence = None  # The stream did not break, so the target can be reached.
@@ -111,14 +121,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             else:
                 absence = None
                 if isinstance(answer, VerdictReply):
-                    num = len(proposal.token_ids)
-                    num_judged = len(answer.verdict.accept_probability)
-                    if not num == num_judged == len(answer.verdict.correction) - 1:
-                        reason = f"the verdict has {num_judged} draft tokens; {num} were proposed"
-                        raise InvariantError(reason)
-                    self.verified = proposal
-                    return answer
-                if isinstance(answer, Resync):
+                    if self._follows(answer):
+                        self._set_verified(answer, proposal)
+                        return answer
+                elif isinstance(answer, Resync):
                     self.resync(answer)
                 elif (
                     isinstance(refused := error_from_code(answer.code, answer.message), BadRequest)
@@ -141,11 +147,44 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         Must be called after `verify`."""
         number = self._round + 1
         answer = self._answers.get(number) if number <= self._asked_until else None
-        if not isinstance(answer, VerdictReply):
+        if not isinstance(answer, VerdictReply) or not self._follows(answer):
             return None
         del self._answers[number]
-        self._round, self.was_asked, self.verified = number, False, EMPTY_ENCODED_PROPOSAL
+        self._round, self.was_asked = number, False
+        self._set_verified(answer, EMPTY_ENCODED_PROPOSAL)
         return answer
+
+    def _follows(self, answer: VerdictReply) -> bool:
+        """Whether a verdict is on the session's tokens. If not, coordinator and target differ in an
+        earlier outcome. Then drops this verdict and all later ones, and lets the target run no more
+        rounds ahead. Raises `InvariantError` if this happens `MISMATCHES_MAX` times."""
+        tokens = self.context.session.tokens
+        length, digest = len(tokens), tokens.digest()
+        if (answer.committed_length, answer.prefix_digest) == (length, digest):
+            return True
+        _log.error(
+            "a verdict of round %d is on %d tokens with digest %x, not on %d with digest %x",
+            answer.key.round,
+            answer.committed_length,
+            answer.prefix_digest,
+            length,
+            digest,
+        )
+        self.context.observer.count("verdict_mismatches")
+        self._num_mismatches += 1
+        check(self._num_mismatches < MISMATCHES_MAX, "the target's verdicts are on other tokens")
+        self._answers.clear()
+        self._asked_until = -1
+        return False
+
+    def _set_verified(self, answer: VerdictReply, proposal: EncodedProposal) -> None:
+        if answer.looked_up and not proposal.token_ids:
+            proposal = EncodedProposal(answer.looked_up)
+        num, verdict = len(proposal.token_ids), answer.verdict
+        if not num == len(verdict.accept_probability) == len(verdict.correction) - 1:
+            num_judged = len(verdict.accept_probability)
+            raise InvariantError(f"the verdict has {num_judged} draft tokens; {num} were proposed")
+        self.verified = proposal
 
     def _cut(self, proposal: EncodedProposal, num_refusals: int, reason: str) -> EncodedProposal:
         """The part of a proposal to ask for after so many refusals of its q."""
@@ -166,21 +205,31 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         return is_moved
 
     def _ask(
-        self, number: int, proposal: EncodedProposal, run_ahead: int, wanted: NextRoundRequest
+        self,
+        number: int,
+        proposal: EncodedProposal,
+        run_ahead: int,
+        wanted: NextRoundRequest,
+        num_tokens_left: int,
+        lookup: LookupRequest,
     ) -> None:
-        logprobs = None if self._audits else self.context.parameters.logprobs
-        self.send(
-            VerifyItem(
-                self.head(number),
-                proposal,
-                run_ahead,
-                logprobs,
-                wanted.num_draft_tokens,
-                wanted.features_from,
-                wanted.budget_us,
-                self._audits,
-            )
+        parameters = self.context.parameters
+        run_ahead = 0 if self._num_mismatches else run_ahead
+        item = VerifyItem(
+            self.head(number),
+            proposal,
+            run_ahead,
+            None if self._audits else parameters.logprobs,
+            wanted.num_draft_tokens,
+            wanted.features_from,
+            wanted.budget_us,
+            lookup.num_tokens,
+            lookup.min_chance,
+            num_tokens_left,
+            parameters.ignore_eos,
+            self._audits,
         )
+        self.send(item)
         self._asked_until = number + run_ahead
 
     def _rest_s(self, num_retries: int) -> float:

@@ -129,7 +129,8 @@ class OverheadOptions(Options):
     With the other defaults, `steps` takes about 4 minutes."""
     steps_ms: tuple[Annotated[float, between(0.1, 60_000)], ...] = (3.0, 5.0, 12.0, 36.0)
     """Times of a target's step, for the part `steps`, ms."""
-    drafting: tuple[Literal["plain", "lookup", "remote"], ...] = ("plain",)
-    """For the part `steps`: no drafts, a look-up in the coordinator, or a draft service."""
+    drafting: tuple[Literal["plain", "lookup", "resident", "remote"], ...] = ("plain",)
+    """For the part `steps`: no drafts, a look-up in the coordinator, a look-up in the target
+    (`resident`), or a draft service."""
     temperatures: tuple[Temperature, ...] = (0.0,)
     """Temperatures, for the part `steps`."""

@@ -25,6 +25,7 @@ import numpy as np
 
 from outrider.client import Client
 from outrider.errors import Unavailable
+from outrider.foundation.tokens import digest_after
 from outrider.interfaces.messages import (
     DraftItem,
     ProposalReply,
@@ -302,7 +303,14 @@ def propose(item: DraftItem) -> ProposalReply:
 def verify(item: VerifyItem) -> VerdictReply:
     size = len(item.proposal)
     verdict = Verdict((ACCEPT_PROBABILITY,) * size, (CANNED.vocab_size - 1,) * (size + 1))
-    return VerdictReply(item.head.key, verdict, item.head.committed_length + size)
+    head = item.head
+    return VerdictReply(
+        head.key,
+        verdict,
+        head.committed_length + size,
+        committed_length=head.committed_length,
+        prefix_digest=digest_after(head.prefix_digest, head.append),
+    )
 
 
 @asynccontextmanager

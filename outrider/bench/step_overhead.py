@@ -11,6 +11,7 @@ measured.
 drafting    K         tokens come from
 plain       0
 lookup      `DRAFTS`  `ngram` in the coordinator
+resident    `DRAFTS`  `ngram` in the target, which runs rounds ahead
 remote      `DRAFTS`  the draft, without look-ahead
 
 A round with draft tokens accepts at least 1, 2, ... of them with probability `ACCEPTANCE`,
@@ -280,15 +281,19 @@ async def _deployment(
         "num_threads": 1,
         "max_num_seqs": num_sessions,
     }
-    target = TargetConfig(**settings)
+    lookup = DraftConfig(model="ngram")
+    target = TargetConfig(**settings, lookup_ngrams=(lookup.ngram_min, lookup.ngram_max))
     draft = DraftConfig(**settings) if "remote" in drafting else None
     # A session whose stream breaks ends at once, so that it costs the next turn nothing.
     coordinator = CoordinatorConfig(resume_grace_ms=0)
     replicas = await stack.enter_async_context(running_pair(target, draft, coordinator))
-    lookup = replace(coordinator, lookup=DraftConfig(model="ngram"))
-    without_draft = replace(replicas, draft_address="", settings=lookup)
+    local_settings = replace(coordinator, lookup=lookup)
+    without_draft = replace(replicas, draft_address="", settings=local_settings)
     local = await stack.enter_async_context(without_draft.coordinator())
     coordinators = {"plain": local, "lookup": local}
+    if "resident" in drafting:
+        resident = replace(without_draft, settings=replace(local_settings, lookup_on="target"))
+        coordinators["resident"] = await stack.enter_async_context(resident.coordinator())
     if draft is not None:
         coordinators["remote"] = await stack.enter_async_context(replicas.coordinator())
     return _Deployment(replicas, coordinators)

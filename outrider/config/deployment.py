@@ -231,6 +231,8 @@ class TargetConfig(ModelServerConfig):
     head_directory: Internal[str] = ""
     shows_features: Internal[bool] = False
     """Whether the target sends features to an EAGLE-3 head on draft replicas."""
+    lookup_ngrams: Internal[tuple[int, int]] = (0, 0)
+    """Shortest and longest match of the target's look-up; (0, 0) = the target has none."""
     stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
     """In plain decoding, the target collects tokens for this time before it sends them, ms. A
     longer interval saves CPU time, but clients get the tokens in larger groups."""
@@ -361,7 +363,12 @@ class CoordinatorConfig(ServerConfig):
     possible outcomes; 0 = no look-ahead. Unset = 16 if draft and target share neither cores nor a
     device, otherwise 0."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
-    """Largest number of rounds without drafts that a target may run ahead of the coordinator."""
+    """Largest number of rounds that a target may run ahead of the coordinator: rounds without
+    drafts, and rounds for which the target's look-up drafts."""
+    lookup_on: Literal["", "coordinator", "target"] = ""
+    """Where the look-up drafts: `target` or `coordinator`; empty = on the target for `ngram`, in
+    the coordinator for `suffix`. The target does not wait for the coordinator between rounds for
+    which its own look-up drafts. It has no `suffix`."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = 4096
     """Largest number of sessions at a time. Further requests are refused."""
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT

@@ -46,17 +46,30 @@ class LookupDrafter:
         """`begin` makes an empty text for a request's session."""
         self._begin = begin
         self._texts: BoundedDict[str, Any] = BoundedDict(SEQUENCES_PER_REPLICA_MAX)
+        self.num_indexed = 0
+        """Number of tokens that were indexed so far. A token takes about 2 us."""
 
-    def guess(self, request: DraftRequest) -> Guess:
-        """Returns a guess. The session's grammar may forbid the guessed tokens."""
+    def guess(self, request: DraftRequest, index_max: int | None = None) -> Guess:
+        """Returns a guess. The session's grammar may forbid the guessed tokens. Indexes at most
+        `index_max` new tokens (None = all). If the text has more, returns no guess."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         text = self._texts.pop(request.session_id, None)
         if text is None or not text.begins(request.token_ids, request.digests):
             text = self._begin(request)
-        text.extend(request.token_ids[len(text) :])
+        start = len(text)
+        stop = None if index_max is None else start + index_max
+        text.extend(request.token_ids[start:stop])
+        self.num_indexed += len(text) - start
         self._texts[request.session_id] = text
+        if len(text) < len(request.token_ids):
+            return NO_GUESS
         return self._guess(request, text)
+
+    def length(self, session_id: str) -> int:
+        """Returns the number of the session's tokens that are indexed."""
+        text = self._texts.get(session_id)
+        return 0 if text is None else len(text)
 
     def release(self, session_id: str) -> None:
         """Forgets the session's text."""

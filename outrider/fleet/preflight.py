@@ -23,7 +23,7 @@ from outrider.config.deployment import (
     is_loopback,
 )
 from outrider.config.emulated_spec import SCHEME, EmulatedSpec
-from outrider.drafters.names import DEMO, EAGLE3, MTP, check_model_name, eagle3_name
+from outrider.drafters.names import DEMO, EAGLE3, MTP, LookupKind, check_model_name, eagle3_name
 from outrider.errors import ConfigError, SettingError
 from outrider.foundation.api_keys import given_keys, key_hash, new_key, read_key_file
 from outrider.foundation.settings import Value, blaming, with_setting_keys
@@ -166,7 +166,17 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     check_names(config)
     target, draft, drafter = config.target, config.draft, config.draft.drafter
     coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
-    config = replace(config, coordinator=coordinator)
+    if drafter.lookup is LookupKind.NGRAM and not drafter.name:
+        coordinator = replace(coordinator, lookup_on=coordinator.lookup_on or "target")
+    elif coordinator.lookup_on == "target":
+        raise SettingError(
+            "lookup_on",
+            f"'target' was given, but the drafter is {draft.model}; leave --lookup-on out, or give "
+            "--draft-model ngram",
+        )
+    if coordinator.lookup_on == "target":
+        target = replace(target, lookup_ngrams=(draft.ngram_min, draft.ngram_max))
+    config = replace(config, coordinator=coordinator, target=target)
     if target.emulated is not None:
         return config
     from outrider.models.sources import resolve_model

@@ -1,6 +1,7 @@
 """A sequence of token ids with a 64-bit digest of each prefix."""
 
 from collections.abc import Iterable, Sequence
+from typing import overload
 
 from outrider.errors import check
 
@@ -74,3 +75,31 @@ class TokenSequence:
     def holds(self, length: int, digest: int) -> bool:
         """Whether there are at least `length` tokens, and the first `length` have this digest."""
         return 0 <= length <= len(self) and self._digests[length] == digest
+
+
+class ContinuedTokens(Sequence[int]):
+    """The first tokens of a sequence, and more tokens after them. Not a copy, so it is valid only
+    until the sequence changes."""
+
+    def __init__(self, sequence: Sequence[int], length: int, more: Sequence[int]) -> None:
+        """Takes `length` tokens of `sequence`, which must have as many."""
+        self._sequence, self._length, self._more = sequence, length, more
+
+    def __len__(self) -> int:
+        return self._length + len(self._more)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            check(step == 1, "the tokens can only be read one after the other")
+            own, length = self._sequence, self._length
+            after = self._more[max(0, start - length) : max(0, stop - length)]
+            return [*own[min(start, length) : min(stop, length)], *after]
+        place = range(len(self))[index]
+        return self[place : place + 1][0]

@@ -109,13 +109,23 @@ class VerifyItem:
     """Asks for the `Features` of the committed tokens from this position on; None = no features."""
     next_budget_us: int = 0
     """Time limit for drafting the next round, counted from the start of drafting; 0 = no limit."""
+    num_lookup_tokens: int = 0
+    """Without a proposal: the largest number of tokens that the target's look-up proposes for this
+    round, and for each round that it runs ahead."""
+    lookup_min_chance: float = 0.0
+    """See `DraftRequest.min_chance`."""
+    num_tokens_left: int = 0
+    """Number of tokens that the completion has room for; 0 = not stated."""
+    ignores_eos: bool = False
+    """Whether the completion does not end with an EOS token."""
     audit: bool = False
     """True for an audit: `proposal` is then a part of the completion of an ended session."""
 
     @property
     def num_rows(self) -> int:
         """Number of tokens that the item adds to a step if the target holds the stated prefix."""
-        return max(1, len(self.head.append) + len(self.proposal))
+        num_drafted = len(self.proposal.token_ids) or self.num_lookup_tokens
+        return max(1, len(self.head.append) + num_drafted)
 
     @property
     def is_answered_in_bulk(self) -> bool:
@@ -201,6 +211,12 @@ class VerdictReply:
     features: Features | None = None
     """Features from `VerifyItem.features_from` on, as many as limits allow. The last token that the
     verdict commits has none, because the target has not run that token."""
+    looked_up: tuple[int, ...] = ()
+    """The proposal of the target's look-up, which this verdict is about."""
+    committed_length: int = 0
+    """Number of committed tokens at the start of the round."""
+    prefix_digest: int = 0
+    """Digest of these tokens."""
     audit: AuditSums | None = None
     """None if the item did not ask for an audit."""
 

@@ -226,7 +226,7 @@ class _Lookup(LookupDrafter):
     def __init__(self, num_tokens: int) -> None:
         self._num = num_tokens
 
-    def guess(self, request: DraftRequest) -> Guess:
+    def guess(self, request: DraftRequest, index_max: int | None = None) -> Guess:
         last = request.token_ids[-1]
         if last > self._num or self._num == 0:
             return NO_GUESS

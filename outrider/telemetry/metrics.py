@@ -52,6 +52,7 @@ REQUEST_COUNTERS: dict[str, tuple[Any, ...]] = {
         " Length control chooses this number, up to the request's num_draft_tokens.",
         "num_draft_tokens",
     ),
+    "verdict_mismatches": ("Verdicts after other tokens than the session's, which were dropped.",),
     "unreadable_proposals": ("Proposals whose distributions the target could not read.",),
     "look_ahead_hits": ("Rounds whose proposal was ready when the round began.",),
     "look_ahead_misses": (

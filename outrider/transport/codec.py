@@ -52,16 +52,19 @@ _LIMITS: Mapping[str, int] = {
     "VerifyItem.num_logprobs": limits.LOGPROBS_MAX,
     "VerifyItem.num_next_draft_tokens": limits.NUM_DRAFT_TOKENS_MAX,
     "VerifyItem.features_from": limits.SESSION_TOKENS_MAX,
+    "VerifyItem.num_lookup_tokens": limits.NUM_DRAFT_TOKENS_MAX,
+    "VerifyItem.num_tokens_left": limits.SESSION_TOKENS_MAX,
     "VerifyItem.next_budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
     "DraftItem.num_draft_tokens": limits.NUM_DRAFT_TOKENS_MAX,
     "DraftItem.look_ahead": limits.LOOK_AHEAD_MAX,
     "DraftItem.budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
     # The accepted draft tokens, and the token after them.
+    "Verdict.looked_up": limits.NUM_DRAFT_TOKENS_MAX,
     "ProposalAnswer.assumed": limits.NUM_DRAFT_TOKENS_MAX + 1,
     "Refused.message": limits.ERROR_MESSAGE_CHARS_MAX,
 }
 """Maps a field to its largest value, or to its largest number of characters or list entries."""
-_AMOUNTS = ("Verdict", "ProposalAnswer", "AuditSums")
+_AMOUNTS = ("VerifyItem", "Verdict", "ProposalAnswer", "AuditSums")
 """In these messages, floating-point fields that are not repeated must be finite and at least 0."""
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 _RANGES = {

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"7\n\rVerifyRequest\x12&\n\x05items\x18\x01 \x03(\x0b\x32\x17.outrider.v1.VerifyItem\"\x9a\x02\n\nVerifyItem\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.outrider.v1.RoundHead\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x11\n\trun_ahead\x18\x03 \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x15num_next_draft_tokens\x18\x05 \x01(\r\x12\x16\n\x0enext_budget_us\x18\x08 \x01(\r\x12\x1a\n\rfeatures_from\x18\t \x01(\rH\x01\x88\x01\x01\x12\r\n\x05\x61udit\x18\x14 \x01(\x08\x42\x0f\n\r_num_logprobsB\x10\n\x0e_features_fromJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\":\n\x0bVerifyReply\x12+\n\x05items\x18\x01 \x03(\x0b\x32\x1c.outrider.v1.VerifyReplyItem\"\xc6\x01\n\x0fVerifyReplyItem\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\'\n\x07verdict\x18\x04 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12%\n\x06resync\x18\x05 \x01(\x0b\x32\x13.outrider.v1.ResyncH\x00\x12\'\n\x07refused\x18\x06 \x01(\x0b\x32\x14.outrider.v1.RefusedH\x00\x42\x08\n\x06\x61nswer\"\x86\x03\n\x07Verdict\x12\x1a\n\x12\x61\x63\x63\x65pt_probability\x18\x01 \x03(\x01\x12\x12\n\ncorrection\x18\x02 \x03(\r\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x15\n\rcached_length\x18\x04 \x01(\r\x12\x10\n\x08queue_ms\x18\x05 \x01(\x02\x12\x12\n\ncompute_ms\x18\x06 \x01(\x02\x12,\n\rnext_proposal\x18\x07 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x18\n\x10next_base_length\x18\x08 \x01(\r\x12\x15\n\rnext_draft_ms\x18\n \x01(\x02\x12\x14\n\x0cnext_work_ms\x18\x0b \x01(\x02\x12\x18\n\x10next_out_of_time\x18\x0c \x01(\x08\x12\'\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x15.outrider.v1.Features\x12%\n\x05\x61udit\x18\x14 \x01(\x0b\x32\x16.outrider.v1.AuditSums\"\x99\x01\n\tAuditSums\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0enum_impossible\x18\x02 \x01(\r\x12\x14\n\x0cnum_unlikely\x18\x03 \x01(\r\x12\x15\n\rnum_near_ties\x18\x04 \x01(\r\x12\x10\n\x08surprise\x18\x05 \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\x06 \x01(\x01\x12\x10\n\x08variance\x18\x07 \x01(\x01\x32\xda\x01\n\x06Target\x12\x42\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x18.outrider.v1.VerifyReply(\x01\x30\x01\x12I\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a\x1f.outrider.v1.ReplicaDescription\x12\x41\n\x07Release\x12\x1b.outrider.v1.ReleaseRequest\x1a\x19.outrider.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"7\n\rVerifyRequest\x12&\n\x05items\x18\x01 \x03(\x0b\x32\x17.outrider.v1.VerifyItem\"\xfe\x02\n\nVerifyItem\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.outrider.v1.RoundHead\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x11\n\trun_ahead\x18\x03 \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x15num_next_draft_tokens\x18\x05 \x01(\r\x12\x16\n\x0enext_budget_us\x18\x08 \x01(\r\x12\x1a\n\rfeatures_from\x18\t \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11num_lookup_tokens\x18\n \x01(\r\x12\x19\n\x11lookup_min_chance\x18\r \x01(\x01\x12\x17\n\x0fnum_tokens_left\x18\x0b \x01(\r\x12\x13\n\x0bignores_eos\x18\x0c \x01(\x08\x12\r\n\x05\x61udit\x18\x14 \x01(\x08\x42\x0f\n\r_num_logprobsB\x10\n\x0e_features_fromJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\":\n\x0bVerifyReply\x12+\n\x05items\x18\x01 \x03(\x0b\x32\x1c.outrider.v1.VerifyReplyItem\"\xc6\x01\n\x0fVerifyReplyItem\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\'\n\x07verdict\x18\x04 \x01(\x0b\x32\x14.outrider.v1.VerdictH\x00\x12%\n\x06resync\x18\x05 \x01(\x0b\x32\x13.outrider.v1.ResyncH\x00\x12\'\n\x07refused\x18\x06 \x01(\x0b\x32\x14.outrider.v1.RefusedH\x00\x42\x08\n\x06\x61nswer\"\xca\x03\n\x07Verdict\x12\x1a\n\x12\x61\x63\x63\x65pt_probability\x18\x01 \x03(\x01\x12\x12\n\ncorrection\x18\x02 \x03(\r\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x15\n\rcached_length\x18\x04 \x01(\r\x12\x10\n\x08queue_ms\x18\x05 \x01(\x02\x12\x12\n\ncompute_ms\x18\x06 \x01(\x02\x12,\n\rnext_proposal\x18\x07 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x18\n\x10next_base_length\x18\x08 \x01(\r\x12\x15\n\rnext_draft_ms\x18\n \x01(\x02\x12\x14\n\x0cnext_work_ms\x18\x0b \x01(\x02\x12\x18\n\x10next_out_of_time\x18\x0c \x01(\x08\x12\'\n\x08\x66\x65\x61tures\x18\t \x01(\x0b\x32\x15.outrider.v1.Features\x12\x11\n\tlooked_up\x18\r \x03(\r\x12\x18\n\x10\x63ommitted_length\x18\x0e \x01(\r\x12\x15\n\rprefix_digest\x18\x0f \x01(\x06\x12%\n\x05\x61udit\x18\x14 \x01(\x0b\x32\x16.outrider.v1.AuditSums\"\x99\x01\n\tAuditSums\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0enum_impossible\x18\x02 \x01(\r\x12\x14\n\x0cnum_unlikely\x18\x03 \x01(\r\x12\x15\n\rnum_near_ties\x18\x04 \x01(\r\x12\x10\n\x08surprise\x18\x05 \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\x06 \x01(\x01\x12\x10\n\x08variance\x18\x07 \x01(\x01\x32\xda\x01\n\x06Target\x12\x42\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x18.outrider.v1.VerifyReply(\x01\x30\x01\x12I\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a\x1f.outrider.v1.ReplicaDescription\x12\x41\n\x07Release\x12\x1b.outrider.v1.ReleaseRequest\x1a\x19.outrider.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYREQUEST']._serialized_start=66
   _globals['_VERIFYREQUEST']._serialized_end=121
   _globals['_VERIFYITEM']._serialized_start=124
-  _globals['_VERIFYITEM']._serialized_end=406
-  _globals['_VERIFYREPLY']._serialized_start=408
-  _globals['_VERIFYREPLY']._serialized_end=466
-  _globals['_VERIFYREPLYITEM']._serialized_start=469
-  _globals['_VERIFYREPLYITEM']._serialized_end=667
-  _globals['_VERDICT']._serialized_start=670
-  _globals['_VERDICT']._serialized_end=1060
-  _globals['_AUDITSUMS']._serialized_start=1063
-  _globals['_AUDITSUMS']._serialized_end=1216
-  _globals['_TARGET']._serialized_start=1219
-  _globals['_TARGET']._serialized_end=1437
+  _globals['_VERIFYITEM']._serialized_end=506
+  _globals['_VERIFYREPLY']._serialized_start=508
+  _globals['_VERIFYREPLY']._serialized_end=566
+  _globals['_VERIFYREPLYITEM']._serialized_start=569
+  _globals['_VERIFYREPLYITEM']._serialized_end=767
+  _globals['_VERDICT']._serialized_start=770
+  _globals['_VERDICT']._serialized_end=1228
+  _globals['_AUDITSUMS']._serialized_start=1231
+  _globals['_AUDITSUMS']._serialized_end=1384
+  _globals['_TARGET']._serialized_start=1387
+  _globals['_TARGET']._serialized_end=1605
 # @@protoc_insertion_point(module_scope)

@@ -123,6 +123,8 @@ class Cell:
     vocab_size: int = 3
     lookup: LookupKind | None = None
     """Drafts without a model, or before a model where it is confident."""
+    lookup_on: str = "coordinator"
+    """`target`: the target's look-up drafts, and rounds run ahead."""
     draft_seed: int = 4
     """The seed of the target's weights is 3."""
     length_control: bool = False
@@ -290,6 +292,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
         lookup=lookup_of(cell.lookup),
         hybrid=replace(HYBRID, hybrid_min_score=CONFIDENT),
         length_control=cell.length_control,
+        lookup_on=cell.lookup_on,
         **engines_of(cell, module),
         **options,
     ) as stack:

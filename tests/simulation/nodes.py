@@ -229,6 +229,7 @@ def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -
         self_drafter=None if drafter is None else drafter(SPEC, engine),
         clock=lambda: 0.0,
         grammars=toy_grammars(),
+        lookup=NgramDrafter(),
     )
 
 

@@ -33,8 +33,10 @@ from outrider.sessions import redis_store
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Append, SessionRecord
+from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import raw_logprobs
-from target_service import verifier
+from outrider.speculation.sampling_params import Rule
+from target_service import run_ahead, verifier
 from tests.simulation import plans, scenario, world
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
@@ -296,6 +298,17 @@ def starts_unknown(patch: Patch) -> None:
     patch.setattr(RedisRegistry, "starts", AsyncMock(return_value={}))
 
 
+def target_decides_otherwise(patch: Patch) -> None:
+    """A target that runs ahead accepts a draft token that the coordinator rejects."""
+    patch.setattr(world, "LOOK_UP_SHARE", 1.0)
+    patch.setattr(world, "LOOK_UPS_ON", ("target",))
+
+    def accepting(verdict: Any, token_ids: Sequence[int], *rest: Any) -> Any:
+        return decide(verdict, token_ids, Rule.TOKEN, [0.0 for _ in token_ids])
+
+    patch.setattr(run_ahead, "decide", accepting)
+
+
 KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     shown_before_committed: (),
     batch_committed_in_part: (),
@@ -322,6 +335,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     constraint_lost_at_a_resumption: ("death", "hang_up"),
     cancel_disregarded: (),
     cancel_lost_at_a_take_over: ("death",),
+    target_decides_otherwise: (),
 }
 """Greater faults with which each is searched; empty for all."""
 

@@ -34,7 +34,8 @@ REPLICAS_MAX = 3
 """Most replicas of a role that are ever wanted here."""
 HASTY_SHARE = 0.2
 """Share of the seeds in which drafts have too little time for all that is asked of them."""
-LOOK_UP_SHARE = 0.1
+LOOK_UP_SHARE = 0.2
+LOOK_UPS_ON = "coordinator", "target", "target"
 LOOK_AHEADS = 0, 3
 """Numbers of outcomes for which drafts look ahead, equally often."""
 FRONT_PORT = 50051
@@ -67,16 +68,17 @@ def spec(num_coordinators: int, num_targets: int, with_ports: bool) -> FleetSpec
 
 
 class CountedMoves(Observation, RequestObserver):
-    """Counts moves of sessions to other replicas."""
+    """Counts moves of sessions to other replicas, and verdicts on other tokens than a session's."""
 
     def __init__(self) -> None:
-        self.num_moves = 0
+        self.num_moves = self.num_mismatches = 0
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
         return self
 
     def count(self, name: str, *_: Any) -> None:
         self.num_moves += name == "session_moves"
+        self.num_mismatches += name == "verdict_mismatches"
 
 
 class World:
@@ -100,7 +102,7 @@ class World:
             "lookup": nodes.MODEL if is_hasty else rng.choice((nodes.MODEL, nodes.HYBRID)),
         }
         if not is_hasty and rng.random() < LOOK_UP_SHARE:
-            shape["lookup"] = DraftConfig()
+            shape |= {"lookup": DraftConfig(), "lookup_on": rng.choice(LOOK_UPS_ON)}
         self._settings = replace(
             nodes.HASTY_SETTINGS if is_hasty else nodes.PATIENT_SETTINGS, **shape
         )
@@ -246,6 +248,8 @@ class World:
         broken = self.broken or self.redis.history.broken
         if broken is not None:
             raise broken
+        num = self.moves.num_mismatches
+        check(num == 0, f"{num} verdicts are on other tokens than their sessions")
 
     @property
     def actors(self) -> list[nodes.SimulatedActor]:

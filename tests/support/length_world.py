@@ -81,8 +81,8 @@ class World:
         """The fastest K."""
         return max(range(BOUND + 1), key=self.rate)
 
-    def open(self, seed: int = 1, bound: int = BOUND) -> LengthControl:
-        return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length)
+    def open(self, seed: int = 1, bound: int = BOUND, by_target: bool = False) -> LengthControl:
+        return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length, by_target=by_target)
 
     def play(self, control: LengthControl, num_rounds: int, first_index: int = 0) -> Run:
         started_at, chosen, tokens = self.now, [], []

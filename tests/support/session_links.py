@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from coordinator.draft_length.policy import RoundLength
@@ -14,7 +15,14 @@ from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, LookupDrafter
 from outrider.errors import Unavailable
-from outrider.interfaces.messages import ProposalReply, Refused, ReplicaDescription, VerdictReply
+from outrider.foundation.tokens import digest_after
+from outrider.interfaces.messages import (
+    ProposalReply,
+    Refused,
+    ReplicaDescription,
+    VerdictReply,
+    VerifyItem,
+)
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, SessionRecord
 from outrider.speculation.accept_reject import Verdict
@@ -75,7 +83,20 @@ class OneToken(LookupDrafter):
 def verdict(item: Any, correction: int = 9) -> VerdictReply:
     num = len(item.proposal)
     found = Verdict((1.0,) * num, (correction,) * (num + 1))
-    return VerdictReply(item.head.key, found, item.head.committed_length + num)
+    head = item.head
+    return VerdictReply(
+        head.key,
+        found,
+        head.committed_length + num,
+        committed_length=head.committed_length,
+        prefix_digest=digest_after(head.prefix_digest, head.append),
+    )
+
+
+def later(item: VerifyItem, round_index: int, *tokens: int) -> VerifyItem:
+    """The item of a later round, after these further tokens."""
+    head = replace(item.head, round=round_index, append=(*item.head.append, *tokens))
+    return replace(item, head=head)
 
 
 def proposal(item: Any) -> ProposalReply:

@@ -133,12 +133,11 @@ async def running_stack(
             max_num_seqs=NUM_SEQUENCES,
             self_drafter=self_drafter,
             grammars=grammars and grammars(),
+            lookup=NgramDrafter(),
         )
         looks_up = not (draft_engine or head or self_drafter)
-        if looks_up:
-            settings["lookup"] = DraftConfig()
-        elif lookup and draft_engine:
-            settings["lookup"] = hybrid
+        if looks_up or (lookup and draft_engine):
+            settings["lookup"] = DraftConfig() if looks_up else hybrid
         draft = _draft_service(draft_engine or head, grammars and grammars(), parallel_token)
         for service, observer in ((target, target_observer), (draft, draft_observer)):
             if observer is not None:

@@ -30,7 +30,12 @@ from tests.exactness.cells import (
     measure,
 )
 
+RESIDENT: dict[str, Any] = {"drafter": "none", "lookup": LookupKind.NGRAM, "lookup_on": "target"}
+"""Look-ups in the target. The first round of a session has no proposal."""
+LATER: dict[str, Any] = {"num_skipped": 1, "max_tokens": 9}
 CELLS = [
+    # The target's look-up, whose rounds run ahead of the coordinator.
+    Cell(Rule.TOKEN, 3, "top-p", **RESIDENT, **LATER, num_samples=660, detects=SOON),
     # A draft that knows two tokens more than the target, which are never accepted.
     Cell(Rule.TOKEN, 2, "top-k", vocab_size=4, draft_vocab_size=6, num_samples=540, detects=SOON),
     # A head that is sent the target's features.
@@ -63,6 +68,8 @@ ADAPTIVE_CELLS = [
     # The same with a grammar, of one kind of drafter after the other.
     Cell(Rule.BLOCK, 3, vocab_size=4, draft_vocab_size=4, grammar=True, **FEW),
     Cell(Rule.TOKEN, 3, drafter="parallel", vocab_size=4, draft_vocab_size=5, grammar=True, **FEW),
+    # The target's look-up, with a grammar.
+    Cell(Rule.BLOCK, 3, vocab_size=4, grammar=True, **RESIDENT, **FEW),
     *(
         Cell(Rule.TOKEN, 3, "plain", drafter, (0, 2, 3), vocab_size=4, grammar=True, **FEW)
         for drafter in ("apart", "eagle3")
@@ -109,6 +116,10 @@ GRID = [
     *(
         Cell(rule, 4, drafter=drafter, lookup=lookup, num_tokens=4, **WIDE)
         for rule, drafter, lookup in product(RULES, ("none", "model"), LookupKind)
+    ),
+    *(
+        Cell(rule, 4, params, vocab_size=4, **RESIDENT, **WIDE)
+        for rule, params in product(RULES, ("plain", "penalised", "late"))
     ),
     *(
         Cell(rule, 4, params, drafter, (0, 1, 3), vocab_size=4, **WIDE)

@@ -50,7 +50,9 @@ def test_plain_decoding_has_a_token_of_each_session_in_each_step_at_best() -> No
     assert (found["seconds"], found["num_draft_tokens"]) == (3.0, 0)
 
 
-@pytest.mark.parametrize(("drafting", "round_s"), [("lookup", 0.012), ("remote", 0.015)])
+@pytest.mark.parametrize(
+    ("drafting", "round_s"), [("lookup", 0.012), ("resident", 0.012), ("remote", 0.015)]
+)
 def test_drafts_allow_the_measured_tokens_a_round_in_the_time_of_its_steps(
     drafting: str, round_s: float
 ) -> None:

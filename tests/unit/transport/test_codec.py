@@ -104,6 +104,10 @@ VERIFY_ITEMS = st.builds(
     st.integers(0, limits.NUM_DRAFT_TOKENS_MAX),
     st.none() | st.integers(0, limits.SESSION_TOKENS_MAX),
     BUDGETS_US,
+    st.integers(0, limits.NUM_DRAFT_TOKENS_MAX),
+    st.floats(0, 1),
+    st.integers(0, limits.SESSION_TOKENS_MAX),
+    st.booleans(),
     st.booleans(),
 )
 FEATURES = st.none() | st.builds(Features, U32, st.just(3), st.sampled_from([bytes(6), bytes(12)]))
@@ -134,6 +138,9 @@ def verdict_replies(draw: st.DrawFn) -> messages.VerdictReply:
         draw(FLOAT32),
         draw(st.booleans()),
         draw(FEATURES),
+        tuple(draw(st.lists(IDS, max_size=limits.NUM_DRAFT_TOKENS_MAX))),
+        draw(U32),
+        draw(st.integers(0, 2**64 - 1)),
         draw(st.none() | st.just(AuditSums(num_draft_tokens, entropy=1.5))),
     )
 

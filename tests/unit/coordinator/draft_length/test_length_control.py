@@ -120,6 +120,31 @@ def test_a_plain_phase_lets_the_target_run_ahead_to_its_end_and_no_further() -> 
     assert phases >= 3
 
 
+def test_rounds_that_the_targets_look_up_drafts_for_run_ahead_too() -> None:
+    """As far as their K is certain: the rounds that may run ahead all have it."""
+    world = World(acceptance=0.8, draft_s=0.0)
+    control = world.open(by_target=True)
+    lengths = world.play(control, 600).lengths
+    drafted = 0
+    for index, length in enumerate(lengths[: 600 - RUN_AHEAD]):
+        ahead = lengths[index + 1 : index + 1 + length.run_ahead]
+        assert {one.num_draft_tokens for one in ahead} <= {length.num_draft_tokens}
+        drafted += length.num_draft_tokens > 0 and length.run_ahead > 0
+    assert drafted > 200
+
+
+def test_rounds_that_may_run_ahead_keep_their_length_when_their_seed_is_repeated() -> None:
+    world = World(acceptance=0.8, draft_s=0.0)
+    control = world.open(by_target=True)
+    lengths = world.play(control, 40).lengths
+    while (length := control.choose(ENDLESS)).run_ahead == 0 or not length.num_draft_tokens:
+        world._round(control, length, is_first=False)
+    control.fix()
+    world._round(control, length, is_first=False)
+    following = world.play(control, length.run_ahead, first_index=len(lengths)).lengths
+    assert {one.num_draft_tokens for one in following} == {length.num_draft_tokens}
+
+
 def test_the_costs_of_a_draft_that_joins_later_start_from_its_table() -> None:
     """Not from earlier measurements; and they are kept as long as the draft is the same."""
     table = StepCosts((1, 65), (0.01, 0.02))

@@ -10,10 +10,11 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from coordinator.routing.target_client import ANSWER_S
+from coordinator.routing.drafts import LookupRequest
+from coordinator.routing.target_client import ANSWER_S, MISMATCHES_MAX
 from outrider import errors
 from outrider.foundation.refusals import REFUSALS
-from outrider.interfaces.messages import Resync
+from outrider.interfaces.messages import Resync, VerdictReply, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
@@ -23,6 +24,7 @@ from outrider.telemetry.observer import SILENT
 from tests.support.session_links import (
     PROMPT,
     ScriptedLink,
+    later,
     play,
     refuse,
     session,
@@ -119,8 +121,7 @@ async def test_a_round_that_the_target_ran_ahead_to_was_not_asked_for() -> None:
     await task
     assert target.was_asked
     one.decide((2,), Counters())
-    head = replace(item.head, round=2)
-    link.on_answer(verdict(replace(item, head=head), correction=3))
+    link.on_answer(verdict(later(item, 2, 2), correction=3))
     await target.verify(2, EncodedProposal(), run_ahead=1)
     assert (target.was_asked, len(link.sent)) == (False, 2)
 
@@ -131,17 +132,70 @@ async def test_the_verdicts_of_rounds_that_the_target_may_run_ahead_are_taken_in
     [_, item] = link.sent
 
     def answer(number: int) -> None:
-        head = replace(item.head, round=number)
-        link.on_answer(verdict(replace(item, head=head), correction=number))
+        link.on_answer(verdict(later(item, number, *range(1, number)), correction=number))
 
     answer(1)
     await task
+    one.decide((1,), Counters())
     assert target.take_ahead() is None, "it has not arrived"
     for number in (4, 2, 3):  # Nobody asked for round 4.
         answer(number)
-    taken = [target.take_ahead() for _ in range(3)]
-    assert [reply and reply.verdict.correction for reply in taken] == [(2,), (3,), None]
+    for number in (2, 3):
+        taken = target.take_ahead()
+        assert taken is not None
+        assert taken.verdict.correction == (number,)
+        one.decide((number,), Counters())
+    assert target.take_ahead() is None
     assert (target.was_asked, len(link.sent)) == (False, 2)
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_verdicts_after_other_tokens_are_dropped_and_nothing_runs_ahead_any_more(
+    is_taken: bool,
+) -> None:
+    """The target has taken another token for the outcome of round 1 than the coordinator."""
+    one = session()
+    link, target, task = await second_round(one, run_ahead=4)
+    [_, item] = link.sent
+    link.on_answer(verdict(item, correction=2))
+    await task
+    one.decide((2,), Counters())
+    for number in (2, 3):
+        link.on_answer(verdict(later(item, number, *[5] * (number - 1)), correction=5))
+    seen = Mock(SILENT)
+    target.context = replace(target.context, observer=seen)
+    if is_taken:
+        assert target.take_ahead() is None
+    link.script = [lambda asked: verdict(asked, correction=7)]
+    reply = await target.verify(2, EncodedProposal(), run_ahead=4)
+    assert reply.verdict.correction == (7,)
+    assert (link.sent[-1].head.round, link.sent[-1].run_ahead) == (2, 0)
+    assert seen.count.mock_calls.count(call("verdict_mismatches")) == 1
+    one.decide((7,), Counters())
+    link.script = [lambda asked: verdict(asked, correction=8)]
+    await target.verify(3, EncodedProposal(), run_ahead=4)
+    assert link.sent[-1].run_ahead == 0
+
+
+async def test_a_target_whose_verdicts_are_all_on_other_tokens_fails_the_session() -> None:
+    link = ScriptedLink(*[lambda item: verdict(later(item, 0, 5))] * MISMATCHES_MAX)
+    with pytest.raises(errors.InvariantError, match="other tokens"):
+        await target_of(link).verify(0, EncodedProposal())
+
+
+async def test_the_tokens_of_the_targets_look_up_are_those_that_the_verdict_is_about() -> None:
+    one = session()
+
+    def looked_up(item: VerifyItem) -> VerdictReply:
+        assert (item.num_lookup_tokens, item.lookup_min_chance) == (3, 0.25)
+        assert (item.num_tokens_left, item.ignores_eos) == (9, True)
+        judged = verdict(replace(item, proposal=EncodedProposal((4, 5))))
+        return replace(judged, looked_up=(4, 5))
+
+    target = target_of(ScriptedLink(looked_up), one=one, ignore_eos=True)
+    request = LookupRequest(3, 0.25)
+    await target.verify(0, EncodedProposal(), num_tokens_left=9, lookup=request)
+    assert target.verified.token_ids == (4, 5)
 
 
 READABLE = EncodedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))

@@ -1,0 +1,192 @@
+"""Look-ups in the target: rounds with drafts ahead of the coordinator are the rounds that the
+coordinator would ask for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.lookup import NgramDrafter
+from outrider.foundation.tokens import ContinuedTokens, TokenSequence
+from outrider.interfaces.messages import Resync, VerdictReply, VerifyItem
+from outrider.speculation.proposal import EncodedProposal
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from target_service import lookups
+from target_service.lookups import TargetLookups
+from tests.support.rounds import RULES, Replica, make_head, outcome_of
+from tests.support.toy_engine import ToyEngine
+
+pytestmark = pytest.mark.virtual
+
+PROMPT = (1, 2, 3, 1, 2, 3, 1)
+SEED = 7
+NUM_DRAFTED = 3
+RUN_AHEAD = 12
+MANY = 1_000
+
+
+def target(**options: Any) -> Replica:
+    engine = {name: options.pop(name) for name in ("eos_token_ids",) if name in options}
+    return Replica("target", ToyEngine(4, **engine), lookup=NgramDrafter(), **options)
+
+
+def question(
+    tokens: Sequence[int] = PROMPT,
+    rule: Rule = Rule.TOKEN,
+    sampling: SamplingParams | None = None,
+    **fields: Any,
+) -> VerifyItem:
+    base, round_index = fields.pop("base", 0), fields.pop("round_index", 0)
+    head = make_head(tokens, base, rule=rule, sampling=sampling, seed=SEED, round_index=round_index)
+    given = {"run_ahead": RUN_AHEAD, "num_lookup_tokens": NUM_DRAFTED, "num_tokens_left": MANY}
+    return VerifyItem(head, **(given | fields))
+
+
+def looked_up(tokens: Sequence[int], rule: Rule, num: int = NUM_DRAFTED) -> tuple[int, ...]:
+    head = make_head(tokens, rule=rule)
+    request = DraftRequest("s", "", tokens, 1, num, head.params(), rule, head.noise)
+    return NgramDrafter().guess(request).token_ids
+
+
+def texts(answers: Sequence[Any], rule: Rule, tokens: Sequence[int] = PROMPT) -> list[list[int]]:
+    """The committed tokens after each verdict, by the coordinator's decision. Each verdict must be
+    on the tokens that the earlier ones commit."""
+    text, found = [*tokens], []
+    for reply in answers:
+        sequence = TokenSequence(text)
+        assert (reply.committed_length, reply.prefix_digest) == (len(text), sequence.digest())
+        proposal = EncodedProposal(reply.looked_up)
+        text += outcome_of(reply, proposal, rule, SEED, len(text)).token_ids
+        found.append([*text])
+    return found
+
+
+@pytest.mark.parametrize(("rule", "sampling"), RULES)
+async def test_rounds_ahead_are_those_that_a_coordinator_would_ask_for(
+    rule: Rule, sampling: SamplingParams
+) -> None:
+    """Each verdict equals that of another target, which gets the proposal from a coordinator."""
+    async with target() as setting, target() as other:
+        answers = await setting.send(question(PROMPT, rule, sampling))
+        assert [reply.key.round for reply in answers] == [*range(RUN_AHEAD + 1)]
+        text: Sequence[int] = PROMPT
+        for reply, after in zip(answers, texts(answers, rule), strict=True):
+            assert reply.looked_up == looked_up(text, rule)
+            head = make_head(text, 0, rule=rule, sampling=sampling, seed=SEED)
+            head.round = reply.key.round
+            proposal = EncodedProposal(reply.looked_up).without_q(rule)
+            [asked] = await other.send(VerifyItem(head, proposal))
+            assert asked.verdict == reply.verdict
+            text = after
+        assert any(reply.looked_up for reply in answers)
+        sizes = {len(after) for after in texts(answers, rule)}
+        assert max(sizes) > len(PROMPT) + RUN_AHEAD + 1  # Draft tokens were accepted.
+
+
+@pytest.mark.parametrize("room", [1, 2, 5, 9])
+async def test_rounds_end_when_the_completion_is_full(room: int) -> None:
+    async with target() as setting:
+        answers = await setting.send(question(num_tokens_left=room))
+        text: Sequence[int] = PROMPT
+        for reply, after in zip(answers, texts(answers, Rule.TOKEN), strict=True):
+            left = room - (len(text) - len(PROMPT))
+            assert left > 0
+            assert reply.looked_up == looked_up(text, Rule.TOKEN, min(NUM_DRAFTED, left - 1))
+            text = after
+        assert len(text) == len(PROMPT) + room
+
+
+@pytest.mark.parametrize("kind", ["eos", "stop", "ignored"])
+async def test_rounds_end_with_the_text(kind: str) -> None:
+    """EOS tokens end it unless they are ignored, stop tokens always do."""
+    async with target() as setting:
+        whole = texts(await setting.send(question()), Rule.TOKEN)
+    new = whole[-1][len(PROMPT) :]
+    end = next(token_id for token_id in new[3:] if token_id not in new[:3])
+    last = next(i for i, text in enumerate(whole) if end in text[len(PROMPT) :])
+    eos, stops = ((), (end,)) if kind == "stop" else ((end,), ())
+    async with target(eos_token_ids=eos) as setting:
+        sampling = SamplingParams(stop_token_ids=stops)
+        item = question(sampling=sampling, ignores_eos=kind == "ignored")
+        answers = await setting.send(item)
+    assert len(answers) == (RUN_AHEAD + 1 if kind == "ignored" else last + 1)
+
+
+async def test_a_long_prompt_is_indexed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then, rounds have no proposals."""
+    monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 3)
+    prompt = PROMPT * 3
+    async with target() as setting:
+        answers = await setting.send(question(prompt))
+        first = next(i for i, reply in enumerate(answers) if reply.looked_up)
+        assert first >= len(prompt) // 3 - 1
+        lengths = [len(prompt), *(len(text) for text in texts(answers, Rule.TOKEN, prompt))]
+        assert all(reply.looked_up for reply in answers[first:])
+        assert lengths[first] <= 3 * (first + 1)
+
+
+async def test_an_item_with_another_number_of_draft_tokens_ends_the_rounds_ahead() -> None:
+    async with target() as setting:
+        answers = await setting.send(question())
+        text = texts(answers, Rule.TOKEN)[1]
+        again = await setting.send(
+            question(text, base=len(text) - 1, round_index=2, num_lookup_tokens=1, run_ahead=20)
+        )
+        assert [reply.key.round for reply in again] == [*range(2, 23)]
+        assert max(len(reply.looked_up) for reply in again) == 1
+
+
+async def test_a_repeated_item_gets_all_verdicts_again() -> None:
+    async with target() as setting:
+        answers = await setting.send(question())
+        again = await setting.send(question())
+        assert [(one.key, one.verdict) for one in again] == [
+            (one.key, one.verdict) for one in answers
+        ]
+
+
+async def test_a_target_that_has_lost_the_session_asks_for_its_tokens() -> None:
+    async with target() as setting:
+        answers = await setting.send(question())
+        text = texts(answers, Rule.TOKEN)[-1]
+        setting.service.evict([answers[0].key.session_id])
+        item = question(text, base=len(text) - 1, round_index=len(answers))
+        [resync] = await setting.send(item)
+        assert isinstance(resync, Resync)
+        found = await setting.send(question(text, round_index=len(answers)))
+        assert isinstance(found[0], VerdictReply)
+        assert found[0].looked_up == looked_up(text, Rule.TOKEN)
+
+
+async def test_a_target_without_a_look_up_proposes_nothing() -> None:
+    async with Replica("target", ToyEngine(4)) as setting:
+        answers = await setting.send(question())
+        assert not any(reply.looked_up for reply in answers)
+        assert len(answers) == RUN_AHEAD + 1
+
+
+def test_tokens_that_a_session_has_lost_are_forgotten() -> None:
+    """Another run of the session decides them anew, from the same random numbers."""
+    found = TargetLookups(NgramDrafter())
+    found.begin_step()
+    lost, kept = (1, 2, 3, 1, 2, 0, 1, 2), (1, 2, 3, 1, 2)
+    held = TokenSequence(lost)
+    params = SamplingParams()
+    assert found.propose(make_head(lost, 7), params, held, 1).token_ids == (0,)
+    assert found.propose(make_head(kept, 4), params, held, 1).token_ids == (3,)
+    other = make_head((2, 2, 3, 1, 2), 4)
+    assert found.propose(other, params, held, 1).token_ids == ()
+
+
+def test_continued_tokens_are_read_like_a_tuple() -> None:
+    tokens = ContinuedTokens([1, 2, 3, 9, 9], 3, (4, 5))
+    assert len(tokens) == 5
+    assert [*tokens] == [1, 2, 3, 4, 5]
+    whole = (1, 2, 3, 4, 5)
+    for start in range(7):
+        for stop in (*range(7), None):
+            assert tokens[start:stop] == [*whole[start:stop]]
+    assert (tokens[-1], tokens[0]) == (5, 1)
+    with pytest.raises(IndexError):
+        tokens[5]
