@@ -4,7 +4,6 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from outrider.engine.paged_sequences import PagedSequences, newest_rows
 from outrider.errors import ConfigError, InvariantError, SettingError, check
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.kernels.cpu import PaceKernels
-from outrider.kernels.threads import ContendedThreads, ShortSteps, on_threads
+from outrider.kernels.threads import ContendedThreads
 from outrider.kv_cache.attention import LayerPages, find_layers
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, LayerShape, page_bytes_of, pages_in
@@ -70,8 +69,7 @@ class PagedEngine(PagedSequences):
         this limit. A *self-check* compares the engine's logits with those of the unchanged module.
 
         contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
-                           other processes use the cores; then short steps (`ShortSteps`) always
-                           run on one thread; None = all steps run on all threads
+                           other processes use the cores; None = all threads
         deterministic      whether the same prefix always has bit-equal logits: alone or beside
                            other sequences, run in one step or in several, cached or not
         backend            attention kernels of a device; not used if their self-check fails on any
@@ -90,15 +88,12 @@ class PagedEngine(PagedSequences):
         self._device, self._dtype = parameter.device, parameter.dtype
         num_threads = torch.get_num_threads()
         self._contended: ContendedThreads | None = None  # Set after the self-check.
-        self._short = {is_whole: ShortSteps() for is_whole in (False, True)}
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._backend = None if deterministic else backend
         self._deterministic, self._least, self._kernels = deterministic, least, kernels
         self._decoder: FusedDecoder | None = None
         self._span_tokens = SPAN_TOKENS_MAX
-        self._thread_counts = [num_threads]
-        if contended_threads is not None:
-            self._thread_counts = sorted({1, contended_threads, num_threads})
+        self._thread_counts = sorted({num_threads, contended_threads or num_threads})
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
         self._taps: dict[int, TappedLayer] = {}
@@ -303,13 +298,8 @@ class PagedEngine(PagedSequences):
             return super()._run(run, steps, whole)
         num_tokens = sum(len(step.token_ids) for step in steps)
         kind = (whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None
-        short = self._short[whole]
-        alone = short.includes(num_tokens)
-        with on_threads(1) if alone else self._contended.step(kind):
-            began = perf_counter()
-            result = super()._run(run, steps, whole)
-            short.note(perf_counter() - began)
-        return result
+        with self._contended.step(kind):
+            return super()._run(run, steps, whole)
 
     def _run_whole(self, step: HeldStep) -> Tensor:
         rows = self._steps.run(step)

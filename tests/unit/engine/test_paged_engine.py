@@ -227,29 +227,3 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
     for name, tokens in (("a", ids(40) + ids(3, 4)), ("e", ids(40) + ids(8, 6))):
         rows = run(engine, name, tokens[engine.length(name) :], 3)
         assert gap(rows, dense(library, tokens)[-3:]) <= EXACT
-
-
-@pytest.mark.parametrize(("contended_threads", "counts"), [(1, [1, 2]), (None, [2, 2])])
-def test_steps_try_one_thread_if_the_engine_may_use_fewer_threads(
-    contended_threads: int | None,
-    counts: list[int],
-    make_engine: EngineMaker,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = list[int]()
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        engine = make_engine(llama(), contended_threads=contended_threads)
-        run_step = engine._run_whole
-
-        def noted(step: Any) -> torch.Tensor:
-            found.append(torch.get_num_threads())
-            return run_step(step)
-
-        monkeypatch.setattr(engine, "_run_whole", noted)
-        run(engine, "a", ids(8), 1)
-        run(engine, "b", ids(8), 1)
-    finally:
-        torch.set_num_threads(before)
-    assert found == counts
