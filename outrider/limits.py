@@ -216,6 +216,7 @@ HUNG_STEP_FACTOR = 60  # a step is not hung before this multiple of its expected
 FIRST_STEP_S = 300  # the same limits for a step that may have to compile kernels
 
 APPEND_TOKENS_MAX = 65_536  # tokens in one append; more tokens are sent in several appends
+APPEND_BYTES_MAX = 2**20  # of tokens and log-probabilities in one run of the script that appends
 APPENDS_PER_CALL_MAX = 512  # sessions in one `append` of the store
 CALLS_PER_PIPELINE_MAX = 64  # sessions opened, ended or read in one round trip
 RECORD_PART_BYTES = 256 * 2**10  # of a session's tokens in one answer of Redis

@@ -27,7 +27,7 @@ another coordinator may take over. The owner's writes then fail, because their e
 
 import asyncio
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -39,7 +39,7 @@ from outrider import errors, limits
 from outrider.foundation.shared_calls import SharedCalls
 from outrider.foundation.tokens import TokenSequence
 from outrider.redis.address import RedisAddress
-from outrider.redis.connection import Script, ScriptRunner, calling, check_server, new_client
+from outrider.redis.connection import Call, Script, ScriptRunner, calling, check_server, new_client
 from outrider.sessions import store
 from outrider.speculation.sampling_params import Rule
 
@@ -133,6 +133,17 @@ class RedisStore(store.SessionStore):
             raise errors.InvariantError(f"another session has the id {session.session_id}")
 
     async def append(self, appends: Sequence[store.Append]) -> list[int | errors.OutriderError]:
+        groups = [*_groups(appends)]
+        runs = await self._scripts.run_all(_APPEND, [self._append_call(some) for some in groups])
+        outcomes: list[int | errors.OutriderError] = []
+        for some, answers in zip(groups, runs, strict=True):
+            if isinstance(answers, errors.OutriderError):
+                answers = [answers] * len(some)
+            for append, answer in zip(some, answers, strict=True):
+                outcomes.append(_outcome(append.session_id, append.epoch, answer))
+        return outcomes
+
+    def _append_call(self, appends: Sequence[store.Append]) -> Call:
         keys = [key for append in appends for key in self._keys(append.session_id)]
         given = [
             (
@@ -148,14 +159,7 @@ class RedisStore(store.SessionStore):
         ]
         # redis-py packs a few large arguments faster than many small ones.
         packed = msgpack.packb(given, use_bin_type=False)  # Redis reads the older MessagePack.
-        call = keys, (self.session_ttl_ms, packed)
-        [answers] = await self._scripts.run_all(_APPEND, [call])
-        if isinstance(answers, errors.OutriderError):
-            raise answers
-        return [
-            _outcome(append.session_id, append.epoch, answer)
-            for append, answer in zip(appends, answers, strict=True)
-        ]
+        return keys, (self.session_ttl_ms, packed)
 
     async def renew(self, sessions: Sequence[store.SessionRecord]) -> None:
         calls = [(self._keys(session.session_id), (self.session_ttl_ms,)) for session in sessions]
@@ -317,6 +321,21 @@ class RedisStore(store.SessionStore):
     def _keys(self, session_id: str) -> tuple[str, str, str]:
         key = f"{self._key_prefix}session:{{{session_id}}}"
         return key, f"{key}:tokens", f"{key}:logprobs"
+
+
+def _groups(appends: Sequence[store.Append]) -> Iterator[list[store.Append]]:
+    """Divides appends among runs of the script. Each run is stored or refused as a whole when the
+    connection breaks, and keeps other clients of Redis waiting."""
+    some, num_bytes = list[store.Append](), 0
+    for append in appends:
+        size = TOKEN_BYTES * len(append.token_ids) + len(append.logprobs)
+        if some and num_bytes + size > limits.APPEND_BYTES_MAX:
+            yield some
+            some, num_bytes = [], 0
+        some.append(append)
+        num_bytes += size
+    if some:
+        yield some
 
 
 def _outcome(session_id: str, epoch: int, answer: Any) -> int | errors.OutriderError:
