@@ -65,10 +65,11 @@ class Admission:
         loop, between which other tenants' requests continue."""
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Counts a request. Raises `Unavailable` if the coordinator is shutting down, and
-        `Overloaded` if too many requests run, or if the event loop is late."""
-        self.num_admitted += 1
+    def admitted(self, num_sessions: int = 1) -> Iterator[None]:
+        """Counts a request that will run this number of sessions. Raises `Unavailable` if the
+        coordinator is shutting down, and `Overloaded` if too many requests run, or if the event
+        loop is late."""
+        self.num_admitted += num_sessions
         try:
             if self._committer.closing:
                 raise errors.Unavailable("this coordinator is shutting down")
@@ -82,7 +83,7 @@ class Admission:
             self._meter.check()
             yield
         finally:
-            self.num_admitted -= 1
+            self.num_admitted -= num_sessions
 
     async def take_turn(self, request: GenerateRequest, tenant: str) -> None:
         """Waits for the tenant's turn, and checks the request's fields. Raises `BadRequest`, and

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import replace
 
 from coordinator.admission import Admission
@@ -77,18 +77,20 @@ class Streams:
         *,
         resumable: bool = True,
         key: RequestKey | None = None,
+        is_admitted: bool = False,
     ) -> AsyncGenerator[Event]:
         """Validates a request, runs its session, and yields the events. If the iterator is closed
         early, the session is cancelled. A `resumable` session is cancelled only after
         `resume_grace_ms`, and can be resumed until then. A session with a `key` can also be
         resumed for this time after an error. `traceparent` is the caller's trace context or empty.
+        `is_admitted` states whether the caller holds `Admission.admitted`.
 
         Raises `BadRequest`, `NotFound` (unknown model), `KeyTaken` (another session has the key),
         `Overloaded`, `DeadlineExceeded` (before the first token), `Unavailable`, and the store's
         error that ended the session (`StaleEpoch`, `DataLoss`)."""
         arrived = asyncio.get_running_loop().time()
         observer = self._observation.begin(request, self._model.name, traceparent)
-        with _observing(observer), self._admission.admitted():
+        with _observing(observer), nullcontext() if is_admitted else self._admission.admitted():
             await self._admission.take_turn(request, tenant)
             run = await self._open(request, tenant, arrived, observer, key)
             parameters, has_key = run.parameters, key is not None
@@ -104,6 +106,8 @@ class Streams:
         resume: ResumeRequest,
         tenant: str = "",
         traceparent: str = "",
+        *,
+        is_admitted: bool = False,
     ) -> AsyncGenerator[Event]:
         """Resumes the session of a `key` that `Admission.known` returned. If the key has no
         session, or the session has expired, runs the request. Raises `SessionNotFound` if the
@@ -113,11 +117,19 @@ class Streams:
             try:
                 if key.session_id and not is_gone:
                     resume_request = replace(resume, session_id=key.session_id)
-                    running = self.resume(resume_request, tenant, traceparent, outlasts_errors=True)
+                    running = self.resume(
+                        resume_request,
+                        tenant,
+                        traceparent,
+                        outlasts_errors=True,
+                        is_admitted=is_admitted,
+                    )
                 elif resume.num_tokens:
                     raise errors.SessionNotFound("the request with this key is not stored any more")
                 else:
-                    running = self.generate(request, tenant, traceparent, key=key)
+                    running = self.generate(
+                        request, tenant, traceparent, key=key, is_admitted=is_admitted
+                    )
                 async with aclosing(running) as events:
                     async for event in events:
                         yield event
@@ -137,6 +149,7 @@ class Streams:
         traceparent: str = "",
         *,
         outlasts_errors: bool = False,
+        is_admitted: bool = False,
     ) -> AsyncGenerator[Event]:
         """Continues a session whose stream broke, at this or another coordinator. Yields `Started`,
         the stored tokens that the client lacks, and then the same events as `generate`. An older
@@ -147,7 +160,8 @@ class Streams:
         has), `Incompatible` (no known target has the session's weights), and `Unavailable` (another
         coordinator may own the session, or this coordinator takes over too many sessions)."""
         arrived = asyncio.get_running_loop().time()
-        with self._admission.admitted(), ExitStack() as taking_over:
+        admitted = nullcontext() if is_admitted else self._admission.admitted()
+        with admitted, ExitStack() as taking_over:
             taking_over.enter_context(self._sessions.taking_over(request.session_id, tenant))
             await self._sessions.wait_for_store(request.session_id)
             record = await self.session(request.session_id, tenant)

@@ -230,6 +230,9 @@ class Generations:
         # The caller's trace context, in W3C's format.
         trace = request.headers.get("traceparent", "")
         async with AsyncExitStack() as exits:
+            if is_large := number > STARTS_MAX:
+                # They begin a few at a time. Without a place for each, some would begin in vain.
+                exits.enter_context(service.admission.admitted(number))
             if session_id:
                 resumed = [session_id]
                 resume = progress.resume_request(0, session_id)
@@ -237,7 +240,9 @@ class Generations:
             elif key is None:
                 each = translated.requests
                 streams = [
-                    service.streams.generate(generation, tenant, trace, resumable=False)
+                    service.streams.generate(
+                        generation, tenant, trace, resumable=False, is_admitted=is_large
+                    )
                     for generation in each
                 ]
             else:
@@ -246,7 +251,12 @@ class Generations:
                 keys = await _few_at_a_time([service.admission.known(key) for key in new])
                 streams = [
                     service.streams.generate_once(
-                        generation, own, progress.resume_request(index), tenant, trace
+                        generation,
+                        own,
+                        progress.resume_request(index),
+                        tenant,
+                        trace,
+                        is_admitted=is_large,
                     )
                     for index, (generation, own) in enumerate(
                         zip(translated.requests, keys, strict=True)

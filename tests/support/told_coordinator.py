@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ class ToldCoordinator:
     def __init__(self, *events: Event | Exception) -> None:
         self.events = events
         self.calls: list[tuple[GenerateRequest, str, str, bool]] = []
+        self.num_admitted = 0
 
     @property
     def streams(self) -> "ToldCoordinator":
@@ -54,9 +56,16 @@ class ToldCoordinator:
         return [call[1] for call in self.calls]
 
     async def generate(
-        self, request: GenerateRequest, tenant: str, traceparent: str, *, resumable: bool
+        self,
+        request: GenerateRequest,
+        tenant: str,
+        traceparent: str,
+        *,
+        resumable: bool,
+        is_admitted: bool,
     ) -> AsyncGenerator[Event]:
         self.calls.append((request, tenant, traceparent, resumable))
+        self.num_admitted += not is_admitted
         for event in self.events:
             if isinstance(event, Exception):
                 raise event
@@ -66,9 +75,20 @@ class ToldCoordinator:
         return key
 
     def generate_once(
-        self, request: GenerateRequest, key: RequestKey, resume: Any, tenant: str, traceparent: str
+        self,
+        request: GenerateRequest,
+        key: RequestKey,
+        resume: Any,
+        tenant: str,
+        traceparent: str,
+        *,
+        is_admitted: bool,
     ) -> AsyncGenerator[Event]:
-        return self.generate(request, tenant, traceparent, resumable=True)
+        return self.generate(request, tenant, traceparent, resumable=True, is_admitted=is_admitted)
+
+    def admitted(self, num_sessions: int) -> AbstractContextManager[None]:
+        self.num_admitted += num_sessions
+        return nullcontext()
 
 
 class MemorySlots:

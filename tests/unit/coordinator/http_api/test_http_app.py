@@ -570,3 +570,11 @@ async def _tick(turns: list[float]) -> None:
     while True:
         turns.append(asyncio.get_running_loop().time())
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("num", [1, STARTS_MAX, STARTS_MAX + 1])
+async def test_each_choice_of_a_request_is_admitted_once(num: int) -> None:
+    """Many choices are admitted together, before the first one begins."""
+    front = Front(Service(*WHOLE))
+    assert (await front.post(prompt=[[1, 2]] * num)).status_code == 200
+    assert (len(front.service.calls), front.service.num_admitted) == (num, num)
