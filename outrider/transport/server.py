@@ -298,6 +298,8 @@ class _Writer:
         """When the client must have taken the current message; infinity between messages."""
         self._timer: asyncio.TimerHandle | None = None
         """Calls `_look` not after `_due`."""
+        self._late: OutriderError | None = None
+        """Set while `_scope` is about to cancel the task."""
 
     async def write(self, data: bytes) -> None:
         if not self._has_begun:  # Together with a message that is not taken, no status can be sent.
@@ -308,18 +310,27 @@ class _Writer:
         if self._timer is None or self._timer.when() > self._due:
             self.close()
             self._timer = self._loop.call_at(self._due, self._look)
-        await self._context.write(data)
-        self._due = math.inf
+        try:
+            await self._context.write(data)
+        finally:
+            self._due = math.inf
+        if self._late is not None:  # The message was taken at the last moment.
+            self._late = None
+            self._scope.reschedule(None)
 
     def _look(self) -> None:
         self._timer = None
         if self._due <= self._loop.time():
+            self._late = self._error()
             self._scope.reschedule(self._due)
         elif self._due < math.inf:
             self._timer = self._loop.call_at(self._due, self._look)
 
     def late(self) -> OutriderError:
         """The error of a client that has not taken a message in time."""
+        return self._late or self._error()
+
+    def _error(self) -> OutriderError:
         if _WRITE_DEADLINE.get(math.inf) <= self._due:
             return DeadlineExceeded("deadline_ms: the client did not take the answer in time")
         return Unavailable(f"the client took no data for {limits.GRPC_STUCK_WRITE_S} s")
