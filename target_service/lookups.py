@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
+from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.tokens import ContinuedTokens, TokenSequence
 from outrider.interfaces.messages import RoundHead
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
@@ -20,6 +22,10 @@ class TargetLookups:
     def __init__(self, drafter: LookupDrafter) -> None:
         self._drafter = drafter
         self._index_until = 0
+        self._rounds: BoundedDict[str, tuple[int, int, int]] = BoundedDict(
+            SEQUENCES_PER_REPLICA_MAX
+        )
+        """Epoch, round and committed length of each session's last look-up."""
 
     def begin_step(self) -> None:
         """Must be called before the look-ups of a step."""
@@ -38,14 +44,18 @@ class TargetLookups:
         `min_chance`: see `DraftRequest`."""
         if not held.holds(head.base_length, head.prefix_digest):
             return EMPTY_PROPOSAL
-        if self._drafter.length(head.session_id) > head.base_length:
+        place = head.epoch, head.round, head.committed_length
+        # A round is looked up again if it found no pages, or if a step ran a part of its prefix.
+        is_again = self._rounds.get(head.session_id) == place
+        if not is_again and self._drafter.length(head.session_id) > head.base_length:
             # The text may have tokens that an earlier run of the session has lost.
             self.forget(head.session_id)
+        self._rounds[head.session_id] = place
         request = DraftRequest(
             session_id=head.session_id,
             tenant=head.tenant,
             token_ids=ContinuedTokens(held.ids, head.base_length, head.append),
-            digests=held,
+            digests=None if is_again else held,
             prompt_length=head.prompt_length,
             num_draft_tokens=num_tokens,
             sampling=sampling,
@@ -58,4 +68,5 @@ class TargetLookups:
 
     def forget(self, session_id: str) -> None:
         """Frees the session's text."""
+        self._rounds.pop(session_id, None)
         self._drafter.release(session_id)

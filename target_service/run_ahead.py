@@ -41,8 +41,10 @@ class RunAheads(Continuation[VerifyItem]):
                 then = ahead.next_request(work.arrived_at, self._length_max)
             if then is not None:
                 steps.enqueue(then)
-            steps.end(work, replies, then)
-            return
+            if ahead.replies or ahead.request is not None:
+                steps.end(work, replies, then)
+                return
+            # To this target, the completion has ended. But the coordinator decides that.
         self._end(session_id, steps)
         if item.run_ahead > 0 and not item.proposal:
             if len(self.sessions) >= SEQUENCES_PER_REPLICA_MAX:

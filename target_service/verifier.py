@@ -21,7 +21,7 @@ from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSam
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
 from outrider.drafters.features import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.errors import BadRequest, InvariantError, OutriderError, check
-from outrider.foundation.tokens import EMPTY_DIGEST, extend_digest
+from outrider.foundation.tokens import extend_digest
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import AllowedTokens, TokenMask
 from outrider.interfaces.engine import DraftingEngine, Engine, FeatureKeeper, SequenceStep
@@ -71,7 +71,6 @@ class _Round(Work[VerifyItem]):
     history = NO_HISTORY
     allowed: AllowedTokens | None = None  # tokens that may follow the committed tokens; None = all
     first_without_mask: int | None = None  # see `RowMasks`
-    digest = EMPTY_DIGEST  # of the committed tokens
 
     @property
     def demand(self) -> SlotDemand:
@@ -202,6 +201,8 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         self._expected: dict[int, _Round] = {}  # by the id of the item
 
     def expect(self, item: VerifyItem) -> None:
+        if item.num_lookup_tokens:
+            return  # A look-up reads the engine's tokens, and the engine runs a pass.
         work = _Round(item)
         self._admission.validate(work, self._validate)
         self._expected[id(item)] = work
@@ -264,7 +265,6 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         if not admitted.is_whole:
             work.step = SequenceStep(head.session_id, new_tokens[: admitted.num_granted], 0)
             return
-        work.digest = aligned.digest
         work.allowed = self._admission.allowed(head, aligned)
         vocab_size = self._engine.info.vocab_size
         drafted = tuple([v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids])
@@ -314,7 +314,8 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         if item.audit:
             rows = masked_logits(logits[:-1].cpu(), work.verify_input.masks[:-1])
             audited = audit(rows, proposal.token_ids, work.sampling, work.history)
-        cached_length = self._engine.length(work.head.session_id)
+        held = self._engine.tokens(work.head.session_id)
+        cached_length = len(held)
         expected = work.head.committed_length + len(proposal)
         if cached_length != expected:
             raise InvariantError(f"{cached_length} slots are held, not {expected}")
@@ -325,7 +326,7 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             logprobs,
             looked_up=() if item.proposal.token_ids else proposal.token_ids,
             committed_length=work.head.committed_length,
-            prefix_digest=work.digest,
+            prefix_digest=held.digest(work.head.committed_length),
             audit=audited,
         )
 

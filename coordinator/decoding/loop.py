@@ -249,6 +249,8 @@ class SessionRun:
         num_tokens = self.parameters.num_draft_tokens + 1
         if self.parameters.include_rounds or not self._commits.has_room(num_tokens):
             return None
+        if self._draft.by_target and not self._lengths.is_timed:
+            return None  # `_begin` recalls these rounds.
         return self._target.take_ahead()
 
     async def _round(self, decided: _Decided) -> FinishReason | None:
@@ -286,6 +288,11 @@ class SessionRun:
     def _begin(self, index: int) -> tuple[RoundLength, RoundNoise]:
         self._observer.round_began(index)
         length = self._lengths.choose(self._completion.remaining)
+        if self._draft.by_target and not length.is_timed:
+            # What the target has indexed so far, and for which sessions it has pages, may depend on
+            # the other session with this seed.
+            self._draft.by_target = False
+            self._target.recall()
         if index > 0:
             self._observer.count("rounds_by_num_draft_tokens", str(length.num_draft_tokens))
         record = self.session.record

@@ -253,7 +253,8 @@ class LengthControl:
         self._seed = seed
         self.adapts = True
         """Whether finished rounds influence K of later rounds."""
-        self._is_timed = True
+        self.is_timed = True
+        """See `RoundLength.is_timed`."""
         self._num_missed = 0
         """Number of tokens that the draft must read before it can propose."""
         self._phase = PLAIN_ROUNDS
@@ -296,7 +297,7 @@ class LengthControl:
         """If K is not fixed yet, fixes it at the value that is best so far. The next round, and
         plain rounds that are already planned, keep their K. From now on, nothing is learned from
         this session, and its drafting has no time limit."""
-        self._is_timed = False
+        self.is_timed = False
         if self.adapts:
             drafted, plain = self._options()
             self._fix(_best([plain, *drafted]).num_draft_tokens)
@@ -308,7 +309,7 @@ class LengthControl:
             self._planned, self._num_planned = _PLAIN, _ENDLESS
         elif self._current is None:  # No round has begun.
             self._planned, self._num_planned = _FIRST, 1
-        elif self._planned is not _PLAIN and not self._by_target:
+        elif self._planned is not _PLAIN:
             self._num_planned = 0
 
     def choose(self, num_left: int) -> RoundLength:
@@ -318,7 +319,7 @@ class LengthControl:
         self._follows_plain = self._current is _PLAIN
         self._current = current = self._next or self._take_planned()
         run_ahead = 0
-        if current is _PLAIN or self._by_target:
+        if current is _PLAIN or (self._by_target and self.is_timed):
             run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
         self._plan()
         self._next = following = self._take_planned()
@@ -329,7 +330,7 @@ class LengthControl:
             run_ahead,
             num_next,
             current.draft_budget_s,
-            self._is_timed,
+            self.is_timed,
             current.min_chance,
         )
 
@@ -344,7 +345,7 @@ class LengthControl:
             return  # The time of the first round includes the prefill.
         costs, is_plain = self._costs, self._current is _PLAIN
         round_s = max(0.0, result.ended_at - before - result.next_draft_s)
-        if result.ran_ahead and not is_plain:
+        if result.ran_ahead:
             round_s = result.target_s  # The verdicts of several rounds may arrive together.
         costs.note_load(result, round_s)
         self._experience.add_budget(result.num_tokens)

@@ -160,7 +160,8 @@ class Drafts:
     max_tokens: int
     """Largest number of draft tokens of a round. If it is 0, `propose` is never called."""
     by_target = False
-    """Whether the target's look-up proposes. `propose` then returns an empty proposal."""
+    """Whether the target's look-up proposes. `propose` then returns an empty proposal. Must be set
+    to False for rounds that are not timed (`RoundLength.is_timed`)."""
 
     def probe(self, lengths: LengthControl) -> LookupProbe | None:
         """Returns a probe with which `lengths` learns from plain rounds; None if a replica must

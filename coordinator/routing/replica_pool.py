@@ -564,6 +564,10 @@ class SessionRoute(Generic[Item, Answer]):
             self._rejected.append(self._replica)
             self._leave()
 
+    def renumber(self) -> None:
+        """Makes answers to all messages so far match no later round."""
+        self._num_moves += 1
+
     def move(self) -> bool:
         """Moves to another replica that fits, drops requests without an answer, and returns True.
         If none fits, returns False, and keeps the current replica unless it is a leaving draft."""

@@ -173,9 +173,14 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.context.observer.count("verdict_mismatches")
         self._num_mismatches += 1
         check(self._num_mismatches < MISMATCHES_MAX, "the target's verdicts are on other tokens")
+        self.recall()
+        return False
+
+    def recall(self) -> None:
+        """Drops the verdicts of rounds that the target runs ahead, also those that come later."""
         self._answers.clear()
         self._asked_until = -1
-        return False
+        self.renumber()
 
     def _set_verified(self, answer: VerdictReply, proposal: EncodedProposal) -> None:
         if answer.looked_up and not proposal.token_ids:

@@ -364,10 +364,10 @@ class CoordinatorConfig(ServerConfig):
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
     """Largest number of rounds that a target may run ahead of the coordinator: rounds without
     drafts, and rounds for which the target's look-up drafts."""
-    lookup_on: Literal["", "coordinator", "target"] = ""
-    """Where the look-up drafts: `target` or `coordinator`; empty = on the target for `ngram`, in
-    the coordinator for `suffix`. The target does not wait for the coordinator between rounds for
-    which its own look-up drafts. It has no `suffix`."""
+    lookup_on: Literal["coordinator", "target"] = "coordinator"
+    """Where prompt lookup (`ngram`) drafts. On the target, it drafts for several rounds that do not
+    wait for the coordinator, unless another session has the same seed (under the rules token and
+    block). On the target, a prompt is indexed in steps, and has no drafts until then."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = 4096
     """Largest number of sessions at a time. Further requests are refused."""
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT

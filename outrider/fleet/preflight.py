@@ -166,15 +166,13 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     check_names(config)
     target, draft, drafter = config.target, config.draft, config.draft.drafter
     coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
-    if drafter.lookup is LookupKind.NGRAM and not drafter.name:
-        coordinator = replace(coordinator, lookup_on=coordinator.lookup_on or "target")
-    elif coordinator.lookup_on == "target":
-        raise SettingError(
-            "lookup_on",
-            f"'target' was given, but the drafter is {draft.model}; leave --lookup-on out, or give "
-            "--draft-model ngram",
-        )
     if coordinator.lookup_on == "target":
+        if drafter.lookup is not LookupKind.NGRAM or drafter.name:
+            raise SettingError(
+                "lookup_on",
+                f"'target' was given, but the drafter is {draft.model}; leave --lookup-on out, or "
+                "give --draft-model ngram",
+            )
         target = replace(target, lookup_ngrams=(draft.ngram_min, draft.ngram_max))
     config = replace(config, coordinator=coordinator, target=target)
     if target.emulated is not None:

@@ -23,18 +23,19 @@ from scipy.stats import binom, binomtest
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.config.deployment import DraftConfig
-from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter
+from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter, NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import Incompatible
 from outrider.grammar.token_mask import TokenMask
 from outrider.interfaces.engine import SequenceStep, take_stated_seconds
-from outrider.interfaces.messages import VerifyItem
+from outrider.interfaces.messages import RoundHead, VerifyItem
 from outrider.interfaces.request import GenerateRequest, RoundReport, Tokens
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.replica.drivers import InlineDriver
 from outrider.speculation.proposal import EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
+from target_service.lookups import TargetLookups
 from target_service.service import TargetService
 from target_service.verifier import SelfDrafter
 from tests.exactness.law import FALSE_ALARM
@@ -94,7 +95,12 @@ def bench_of(
     drivers = [InlineDriver(partial(take_stated_seconds, one)) for one in (target, draft)]
     clock = asyncio.get_running_loop().time
     service = TargetService(
-        target, drivers[0], max_num_seqs=8, self_drafter=self_drafter, clock=clock
+        target,
+        drivers[0],
+        max_num_seqs=8,
+        self_drafter=self_drafter,
+        clock=clock,
+        lookup=NgramDrafter(),
     )
     asked = {
         "target": service,
@@ -189,6 +195,37 @@ async def test_an_answer_to_the_same_seed_steers_no_look_up() -> None:
         for _ in ("first", "second"):
             rounds = [await play(bench, seed, tenant=f"t{seed}", **asked) for seed in range(80)]
             check_fair([session[1].tokens[0] for session in rounds], detects=0.45)
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_the_targets_look_up_drafts_for_no_repeated_seed(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has indexed may depend on the other session. A first session, too, has its drafts
+    from the coordinator as soon as a second one has begun."""
+    looked_up: list[tuple[str, int]] = []
+    propose = TargetLookups.propose
+
+    def noted(self: TargetLookups, head: RoundHead, *rest: Any) -> Any:
+        looked_up.append((head.session_id, head.committed_length))
+        return propose(self, head, *rest)
+
+    monkeypatch.setattr(TargetLookups, "propose", noted)
+    lookup = DraftConfig(model="ngram")
+    settings: dict[str, Any] = {"drafts": {}, "fallback": None, "lookup": lookup}
+    asked: dict[str, Any] = {"prompt": (0, 1, 0, 1), "num_draft_tokens": 2, "max_tokens": 60}
+    target = Coins(pass_s=TARGET_S)
+    async with bench_of(target, Coins(), **settings, lookup_on="target") as bench:
+        rounds: list[Round] = []
+        first = asyncio.create_task(play(bench, 1, heard=rounds, **asked))
+        await (asyncio.sleep(12 * TARGET_S) if together else first)
+        num_looked_up = len(looked_up)
+        assert num_looked_up > 5
+        assert len({name for name, _ in looked_up}) == 1
+        second = await play(bench, 1, **asked)
+        await first
+        assert any(one.proposed for one in second)
+        assert len(looked_up) <= num_looked_up + 2 * together  # A round was running.
 
 
 class CoinHead(Coins):

@@ -139,13 +139,11 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
             resolved(tiny, draft_model=other, eagle3_on="draft")
 
 
-def test_prompt_lookup_drafts_on_the_target(tiny: Path) -> None:
-    config = resolved(tiny, draft_model="ngram", ngram_min=2, ngram_max=5)
+def test_prompt_lookup_may_draft_on_the_target(tiny: Path) -> None:
+    config = resolved(tiny, draft_model="ngram", ngram_min=2, ngram_max=5, lookup_on="target")
     assert (config.coordinator.lookup_on, config.target.lookup_ngrams) == ("target", (2, 5))
-    config = resolved(tiny, draft_model="ngram", lookup_on="coordinator")
+    config = resolved(tiny, draft_model="ngram")
     assert (config.coordinator.lookup_on, config.target.lookup_ngrams) == ("coordinator", (0, 0))
-    config = resolved(tiny, draft_model="suffix")
-    assert (config.coordinator.lookup_on, config.target.lookup_ngrams) == ("", (0, 0))
     for other in ("suffix", f"hybrid:ngram,{tiny}"):
         with pytest.raises(SettingError, match=f"^lookup_on: .*the drafter is {other};"):
             resolved(tiny, draft_model=other, lookup_on="target")

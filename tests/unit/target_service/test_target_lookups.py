@@ -190,3 +190,26 @@ def test_continued_tokens_are_read_like_a_tuple() -> None:
     assert (tokens[-1], tokens[0]) == (5, 1)
     with pytest.raises(IndexError):
         tokens[5]
+
+
+async def test_a_prompt_that_runs_in_parts_is_indexed_once() -> None:
+    """Each step validates the item again."""
+    drafter = NgramDrafter()
+    engine = ToyEngine(4, max_model_len=256)
+    prompt = PROMPT * 20
+    options: dict[str, Any] = {"lookup": drafter, "max_num_batched_tokens": 16}
+    async with Replica("target", engine, **options) as setting:
+        answers = await setting.send(question(prompt, run_ahead=2))
+        assert len(engine.counts) > 8
+        assert answers[0].looked_up == looked_up(prompt, Rule.TOKEN)
+        assert drafter.num_indexed == drafter.length(answers[0].key.session_id)
+
+
+async def test_a_round_after_what_the_target_takes_for_the_end_is_answered() -> None:
+    """The coordinator decides where a completion ends."""
+    async with target(eos_token_ids=(0, 1, 2, 3)) as setting:
+        [first] = await setting.send(question())
+        [text] = texts([first], Rule.TOKEN)
+        [second] = await setting.send(question(text, base=len(text) - 1, round_index=1))
+        assert second.key.round == 1
+        [_, _] = texts([first, second], Rule.TOKEN)

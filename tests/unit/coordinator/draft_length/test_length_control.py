@@ -133,16 +133,15 @@ def test_rounds_that_the_targets_look_up_drafts_for_run_ahead_too() -> None:
     assert drafted > 200
 
 
-def test_rounds_that_may_run_ahead_keep_their_length_when_their_seed_is_repeated() -> None:
+def test_no_round_with_drafts_runs_ahead_once_its_seed_is_repeated() -> None:
     world = World(acceptance=0.8, draft_s=0.0)
     control = world.open(by_target=True)
-    lengths = world.play(control, 40).lengths
-    while (length := control.choose(ENDLESS)).run_ahead == 0 or not length.num_draft_tokens:
-        world._round(control, length, is_first=False)
+    world.play(control, 40)
     control.fix()
-    world._round(control, length, is_first=False)
-    following = world.play(control, length.run_ahead, first_index=len(lengths)).lengths
-    assert {one.num_draft_tokens for one in following} == {length.num_draft_tokens}
+    lengths = world.play(control, 40, first_index=40).lengths
+    assert not any(length.is_timed for length in lengths)
+    assert any(length.num_draft_tokens for length in lengths)
+    assert not any(length.run_ahead for length in lengths if length.num_draft_tokens)
 
 
 def test_the_costs_of_a_draft_that_joins_later_start_from_its_table() -> None:
