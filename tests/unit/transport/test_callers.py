@@ -286,7 +286,9 @@ async def test_a_client_that_takes_no_data_does_not_keep_its_generation(
         assert stream not in bare.ended
         bare.take(stream, 2**16)
         await bare.until_ended(stream)
-    assert not caplog.records
+    # gRPC may still report events to the closed event loop of an earlier test.
+    told_here = (one for one in caplog.records if "PollerCompletionQueue" not in one.getMessage())
+    assert not [*told_here]
 
 
 @pytest.mark.parametrize("pause_s", [0.01, 0.2])
