@@ -10,7 +10,7 @@ from typing import NamedTuple
 from outrider.errors import Overloaded
 from outrider.foundation.tokens import EMPTY_DIGEST, digest_after, extend_digest
 from outrider.foundation.values import completed, replaced
-from outrider.interfaces.messages import Refused, RoundAnswer, RoundHead, VerdictReply, VerifyItem
+from outrider.interfaces.messages import Refused, RoundAnswer, VerdictReply, VerifyItem
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.replica.step_loop import Continuation, Prepared, StepLoop
 from outrider.replica.step_request import StepRequest, refusal
@@ -119,7 +119,7 @@ class RunAhead:
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
         head = work.item.head
         # Where the first round begins, and each round after a reply.
-        self._starts = [_Start(head.committed_length, _committed_digest(head))]
+        self._starts = [_Start(head.committed_length, head.committed_digest)]
         self._has_ended = False
         """Whether the last reply ends the completion."""
         self._foreseen: VerifyItem | None = None
@@ -142,7 +142,7 @@ class RunAhead:
             not item.proposal.token_ids
             and other.round + item.run_ahead >= self._last_round
             and start.length == other.committed_length
-            and start.digest == _committed_digest(other)
+            and start.digest == other.committed_digest
             and self._tokens_left(start.length)
             == (item.num_tokens_left, item.num_lookup_tokens, item.ignores_eos)
             and (item.num_logprobs, item.lookup_min_chance)
@@ -249,7 +249,3 @@ class RunAhead:
         return replaced(
             item, head=head, features_from=None, num_tokens_left=left, num_lookup_tokens=num_lookup
         )
-
-
-def _committed_digest(head: RoundHead) -> int:
-    return digest_after(head.prefix_digest, head.append)

@@ -17,7 +17,7 @@ from coordinator.decoding.stored_bytes import StoredBytes
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import RoundLength, RoundResult
-from coordinator.routing.drafts import Drafted, Drafts
+from coordinator.routing.drafts import Drafted, Drafts, drafted_by_target
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable, check
@@ -277,9 +277,9 @@ class SessionRun:
         index, now = decided.next_round, self._clock()
         length, noise = self._begin(index)
         drafted = _NOT_DRAFTED
-        if num := length.num_draft_tokens:
+        if length.num_draft_tokens:
             check(self._draft.by_target, "a target ran a round ahead that another drafts for")
-            drafted = Drafted(EMPTY_ENCODED_PROPOSAL, "local", 0.0, num)
+            drafted = drafted_by_target(length)
         self._draft.next_round_request(length)
         self._observer.asked("target")
         asked = _AskedRound(index, length, noise, drafted, now, now)

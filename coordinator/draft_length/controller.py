@@ -157,9 +157,8 @@ class LengthControls:
     ) -> LengthControl:
         """Begins a session whose rounds ask for at most `num_draft_tokens` tokens. `tried` is the
         session's drafter if this drafter is on trial. `by_target` states whether the target's
-        look-up drafts. Under the rules token and block, a session
-        that repeats a seed gets a fixed K. So does the first session with this seed, if it still
-        runs."""
+        look-up drafts. Under the rules token and block, a session that repeats a seed gets a fixed
+        K. So does the first session with this seed, if it still runs."""
         self.load.num_sessions += 1
         bounds = num_draft_tokens, prompt_length
         if rule.absolute_noise:

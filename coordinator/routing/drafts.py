@@ -43,6 +43,12 @@ class Drafted:
     """Set if the target drafted the proposal and sent it with the previous verdict."""
 
 
+def drafted_by_target(length: RoundLength) -> Drafted:
+    """Returns what is known of a round for which the target's look-up drafts, before its verdict
+    states the proposal."""
+    return Drafted(EMPTY_ENCODED_PROPOSAL, "local", seconds=0.0, num_asked=length.num_draft_tokens)
+
+
 @value(frozen=True, slots=True)
 class NextRoundRequest:
     """What the target is asked to send with a verdict, for the next round. See `VerifyItem`."""
@@ -231,7 +237,7 @@ class LookupDrafts(Drafts):
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         if self.by_target:
-            return Drafted(EMPTY_ENCODED_PROPOSAL, "local", 0.0, length.num_draft_tokens)
+            return drafted_by_target(length)
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal, _ = self._lookup.propose(length.num_draft_tokens, noise, length.min_chance)

@@ -422,8 +422,8 @@ class SessionRoute(Generic[Item, Answer]):
 
     def begin(self, round_index: int) -> int:
         """Begins or repeats a round, and drops answers to earlier rounds. Returns the round's
-        number in messages. Each move of the session adds `RUN_AHEAD_ROUNDS_MAX` + 1 to this number.
-        So a replica's answers from the session's earlier stay match no later round."""
+        number in messages. Each move and each `renumber` adds `RUN_AHEAD_ROUNDS_MAX` + 1 to this
+        number. So answers to earlier messages match no later round."""
         self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers and min(self._answers) < self._round:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}

@@ -25,7 +25,6 @@ import numpy as np
 
 from outrider.client import Client
 from outrider.errors import Unavailable
-from outrider.foundation.tokens import digest_after
 from outrider.interfaces.messages import (
     DraftItem,
     ProposalReply,
@@ -309,7 +308,7 @@ def verify(item: VerifyItem) -> VerdictReply:
         verdict,
         head.committed_length + size,
         committed_length=head.committed_length,
-        prefix_digest=digest_after(head.prefix_digest, head.append),
+        prefix_digest=head.committed_digest,
     )
 
 

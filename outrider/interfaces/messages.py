@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.drafters.features import Features
 from outrider.errors import BadRequest, OutriderError
+from outrider.foundation.tokens import digest_after
 from outrider.foundation.values import value
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.step_costs import StepCosts
@@ -60,6 +61,11 @@ class RoundHead:
     def committed_length(self) -> int:
         """Number of committed tokens at the start of the round."""
         return self.base_length + len(self.append)
+
+    @property
+    def committed_digest(self) -> int:
+        """Digest of these tokens."""
+        return digest_after(self.prefix_digest, self.append)
 
     @property
     def given_hashes(self) -> tuple[int, bytes]:

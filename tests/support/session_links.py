@@ -15,7 +15,6 @@ from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, LookupDrafter
 from outrider.errors import Unavailable
-from outrider.foundation.tokens import digest_after
 from outrider.interfaces.messages import (
     ProposalReply,
     Refused,
@@ -89,7 +88,7 @@ def verdict(item: Any, correction: int = 9) -> VerdictReply:
         found,
         head.committed_length + num,
         committed_length=head.committed_length,
-        prefix_digest=digest_after(head.prefix_digest, head.append),
+        prefix_digest=head.committed_digest,
     )
 
 
