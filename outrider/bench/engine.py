@@ -83,7 +83,7 @@ async def run(options: EngineOptions, config: DeploymentConfig, progress: Progre
     target = config.target
     progress("loading the engine")
     num_threads = target.num_threads or available_cores()
-    # `num_threads` is always set here, because with 0, small steps may use one thread fewer.
+    # `num_threads` is always set here, because with 0, steps may use fewer threads.
     engine = build_engine(replace(target, num_threads=num_threads), num_threads)
     room, needed = engine.info.max_model_len, max(LENGTHS[part] for part in options.parts)
     if room < needed:

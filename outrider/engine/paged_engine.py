@@ -25,7 +25,7 @@ from outrider.engine.paged_sequences import PagedSequences, newest_rows
 from outrider.errors import ConfigError, InvariantError, SettingError, check
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.kernels.cpu import PaceKernels
-from outrider.kernels.threads import ContendedThreads
+from outrider.kernels.threads import StepThreads, find_short_tokens
 from outrider.kv_cache.attention import LayerPages, find_layers
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, LayerShape, page_bytes_of, pages_in
@@ -36,9 +36,7 @@ from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.linear_layers import align_activations, block_rows
 from outrider.models.target_layers import TappedLayer, tap_layers, tapped_layers
 
-WIDE_STEP_ROWS = 16
-"""Only steps of fewer tokens may run on `contended_threads` threads. The times of larger steps
-vary too much for the comparison in `ContendedThreads`."""
+_SHORT_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _log = logging.getLogger(__name__)
 
 
@@ -68,8 +66,9 @@ class PagedEngine(PagedSequences):
         length need. If all pages together hold fewer than `max_model_len` tokens, the engine lowers
         this limit. A *self-check* compares the engine's logits with those of the unchanged module.
 
-        contended_threads  number of threads for steps of fewer than `WIDE_STEP_ROWS` tokens while
-                           other processes use the cores; None = all threads
+        contended_threads  number of threads for small steps while other processes use the cores.
+                           If set, *short* steps (`find_short_tokens`) always run on one thread.
+                           None = all steps run on all threads
         deterministic      whether the same prefix always has bit-equal logits: alone or beside
                            other sequences, run in one step or in several, cached or not
         backend            attention kernels of a device; not used if their self-check fails on any
@@ -86,14 +85,12 @@ class PagedEngine(PagedSequences):
         self._module: Any = module
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
-        num_threads = torch.get_num_threads()
-        self._contended: ContendedThreads | None = None  # Set after the self-check.
+        self._threads = StepThreads(contended_threads)
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._backend = None if deterministic else backend
         self._deterministic, self._least, self._kernels = deterministic, least, kernels
         self._decoder: FusedDecoder | None = None
         self._span_tokens = SPAN_TOKENS_MAX
-        self._thread_counts = sorted({num_threads, contended_threads or num_threads})
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
         self._taps: dict[int, TappedLayer] = {}
@@ -112,7 +109,7 @@ class PagedEngine(PagedSequences):
                 raise
             raise ConfigError(f"model {info.name}: {error}") from error
         if contended_threads is not None:
-            self._contended = ContendedThreads(contended_threads, num_threads)
+            self._use_fewer_threads()
 
     def _build(self, info: ModelInfo, max_num_seqs: int, kv_cache_memory_bytes: int) -> None:
         expected = self._dense_answers(info)
@@ -142,7 +139,7 @@ class PagedEngine(PagedSequences):
                 self._dtype,
                 self.kernels_name,
                 self._span_tokens,
-                self._thread_counts,
+                self._threads.counts,
                 self._layers[0].query_heads,
                 PAGE_SIZE,
             )
@@ -179,7 +176,7 @@ class PagedEngine(PagedSequences):
         except CannotFuse as error:
             _log.info("model %s: its steps do not run on %s: %s", info.name, kernels.name, error)
             return None
-        span_tokens = find_span_tokens(decoder, info.max_model_len, self._thread_counts)
+        span_tokens = find_span_tokens(decoder, info.max_model_len, self._threads.counts)
         self.rows_are_equal = span_tokens is not None
         self._span_tokens = span_tokens or SPAN_TOKENS_MAX
         _log.info(
@@ -294,12 +291,27 @@ class PagedEngine(PagedSequences):
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
-        if self._contended is None:
-            return super()._run(run, steps, whole)
         num_tokens = sum(len(step.token_ids) for step in steps)
-        kind = (whole, num_tokens.bit_length()) if num_tokens < WIDE_STEP_ROWS else None
-        with self._contended.step(kind):
+        with self._threads.step(num_tokens, whole):
             return super()._run(run, steps, whole)
+
+    def _use_fewer_threads(self) -> None:
+        """Lets steps run on fewer threads from now on. Runs steps to find the short ones."""
+
+        def run_step(num_tokens: int) -> None:
+            num = min(num_tokens, self._max_num_seqs)
+            names = [f"short-{index}" for index in range(num)]
+            self.forward([SequenceStep(name, (0,) * (num_tokens // num), 1) for name in names])
+            for name in names:
+                self.release(name)
+
+        free = self.page_counts().num_free
+        counts = [num for num in _SHORT_COUNTS if min(num, self._max_num_seqs) <= free]
+        short_tokens = find_short_tokens(counts, run_step)
+        self._threads.use_fewer(short_tokens)
+        if short_tokens:
+            place = "model %s: steps of up to %d tokens run on one thread"
+            _log.info(place, self.info.name, short_tokens)
 
     def _run_whole(self, step: HeldStep) -> Tensor:
         rows = self._steps.run(step)

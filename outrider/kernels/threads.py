@@ -1,15 +1,18 @@
 """The number and the priority of the threads on which torch runs operators."""
 
 import logging
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 
 import torch
+
+from outrider.errors import InvariantError
 
 
 @contextmanager
@@ -51,6 +54,49 @@ def start_workers() -> list[int]:
 
 def _thread_ids() -> set[int]:
     return {int(entry.name) for entry in _THREADS.iterdir()}
+
+
+SHORT_S = 4e-3  # a step that takes longer on one thread is not short
+SHORT_GAIN_S = 1e-3
+"""A step is short if all threads make it at most this much faster than one thread. While other
+processes use the cores, a step on several threads waits for the slowest of them. With a tiny model
+on two busy cores, a step for 8 sessions took 12 ms on two threads, and 0.5 ms on one."""
+SHORT_TRIES = 5
+"""Each measurement runs this many times. The shortest time counts, because other processes can only
+make steps slower."""
+_TRIED_S = 20e-3  # after a step that takes longer, no further size is tried
+
+
+def find_short_tokens(
+    counts: Sequence[int],
+    run_step: Callable[[int], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """Returns the largest of `counts` whose steps are short, if those of all smaller counts are,
+    too; 0 if there is none. `counts` are numbers of tokens, in ascending order. `run_step` runs a
+    step of so many tokens on torch's current number of threads."""
+
+    def seconds(num_threads: int, num_tokens: int) -> float:
+        with on_threads(num_threads):
+            began = clock()
+            run_step(num_tokens)
+            return clock() - began
+
+    num_threads, short = torch.get_num_threads(), 0
+    for num_tokens in counts:
+        all_s = alone_s = math.inf
+        run_step(num_tokens)  # Only to warm up.
+        for _ in range(SHORT_TRIES):
+            all_s = min(all_s, seconds(num_threads, num_tokens))
+            if all_s > _TRIED_S:  # On one thread, it could take a second.
+                return short
+            alone_s = min(alone_s, seconds(1, num_tokens))
+            if alone_s > _TRIED_S:
+                return short
+        if alone_s > min(SHORT_S, all_s + SHORT_GAIN_S):
+            return short
+        short = num_tokens
+    return short
 
 
 SLOW = 3.0  # a step is slow if it takes this many times its usual time
@@ -127,3 +173,41 @@ class ContendedThreads:
         else:
             self._usual_s[self._probed] = all_s
         self._probed = None
+
+
+SMALL_STEP_TOKENS = 16
+"""Only steps of fewer tokens run on fewer threads while other processes use the cores. The times of
+larger steps vary too much for the comparison in `ContendedThreads`."""
+
+
+class StepThreads:
+    """Chooses the number of threads of each step of an engine."""
+
+    def __init__(self, fewer: int | None) -> None:
+        """`fewer`: see `ContendedThreads`; None = each step runs on all threads, as does each step
+        before `use_fewer` is called."""
+        self._fewer, self._every = fewer, torch.get_num_threads()
+        self._contended: ContendedThreads | None = None
+        self._short_tokens = 0
+
+    @property
+    def counts(self) -> list[int]:
+        """All numbers of threads that steps may have, in ascending order."""
+        return [self._every] if self._fewer is None else sorted({1, self._fewer, self._every})
+
+    def use_fewer(self, short_tokens: int) -> None:
+        """From now on, steps of up to `short_tokens` tokens run on one thread, and small steps on
+        fewer threads while other processes use the cores."""
+        if self._fewer is None:
+            raise InvariantError("all steps of this engine run on all threads")
+        self._contended = ContendedThreads(self._fewer, self._every)
+        self._short_tokens = short_tokens
+
+    def step(self, num_tokens: int, whole: bool) -> AbstractContextManager[None]:
+        """Sets the number of threads for a step, which runs the whole model or only a part."""
+        if num_tokens <= self._short_tokens:
+            return on_threads(1)
+        if self._contended is None:
+            return nullcontext()
+        is_small = num_tokens < SMALL_STEP_TOKENS
+        return self._contended.step((whole, num_tokens.bit_length()) if is_small else None)

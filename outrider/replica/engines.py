@@ -67,7 +67,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         speed_up(layer.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
-    # While another process uses a core, a target uses one thread fewer for small steps.
+    # A target uses fewer threads for short steps, and for small ones while others use the cores.
     is_set = config.num_threads > 0 or config.deterministic
     spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
     quantization = quantization_of(module.config)

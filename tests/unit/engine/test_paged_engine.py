@@ -2,12 +2,13 @@
 rollback, sharing or eviction, results are as if it had not happened."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from outrider.engine import paged_engine
 from outrider.engine.cpu.fused_decoder import SPAN_TOKENS_MAX
 from outrider.errors import BadRequest
 from outrider.interfaces.engine import SequenceStep
@@ -227,3 +228,47 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
     for name, tokens in (("a", ids(40) + ids(3, 4)), ("e", ids(40) + ids(8, 6))):
         rows = run(engine, name, tokens[engine.length(name) :], 3)
         assert gap(rows, dense(library, tokens)[-3:]) <= EXACT
+
+
+@pytest.mark.parametrize(("contended_threads", "counts"), [(1, {8: 1, 9: 2}), (None, {8: 2, 9: 2})])
+def test_short_steps_run_on_one_thread_if_the_engine_may_use_fewer(
+    contended_threads: int | None,
+    counts: dict[int, int],
+    make_engine: EngineMaker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_engine, "find_short_tokens", lambda counts, run_step: 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = make_engine(llama(), contended_threads=contended_threads)
+        run_step, found = engine._run_whole, dict[int, int]()
+
+        def noted(step: Any) -> torch.Tensor:
+            found[num_tokens] = torch.get_num_threads()
+            return run_step(step)
+
+        monkeypatch.setattr(engine, "_run_whole", noted)
+        for num_tokens in counts:
+            run(engine, f"of {num_tokens}", ids(num_tokens), 1)
+    finally:
+        torch.set_num_threads(before)
+    assert found == counts
+
+
+def test_trying_short_steps_leaves_no_sequence_and_no_page(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[int]()
+
+    def find(counts: Sequence[int], run_step: Callable[[int], None]) -> int:
+        tried.extend(counts)
+        for num_tokens in counts:
+            run_step(num_tokens)
+        return counts[-1]
+
+    monkeypatch.setattr(paged_engine, "find_short_tokens", find)
+    engine = make_engine(llama(), contended_threads=1)
+    assert tried[:4] == [1, 2, 4, 8]
+    counts = engine.page_counts()
+    assert counts.num_free + counts.num_evictable == counts.num_pages

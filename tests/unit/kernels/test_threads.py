@@ -3,12 +3,22 @@
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import pytest
 import torch
 
-from outrider.kernels.threads import NICENESS, PROBE_STEPS, RETREAT_S, SLOW_STEPS, ContendedThreads
+from outrider.kernels.threads import (
+    NICENESS,
+    PROBE_STEPS,
+    RETREAT_S,
+    SHORT_GAIN_S,
+    SHORT_S,
+    SLOW_STEPS,
+    ContendedThreads,
+    find_short_tokens,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +61,55 @@ def test_fewer_threads_run_while_others_use_the_cores() -> None:
     machine.now += RETREAT_S
     machine.times = {1: 0.013, 2: 0.010}
     assert set(machine.run(20)) == {2}
+
+
+class Engine:
+    """Steps take a time for each token. On two threads, they take a share of it."""
+
+    def __init__(self, token_s: float, two: float, late: Sequence[float] = (0.0,)) -> None:
+        self.token_s, self.two, self._late = token_s, two, cycle(late)
+        self.now = 0.0
+        self.alone: list[int] = []
+        """Sizes of the steps that ran on one thread."""
+
+    def run(self, num_tokens: int) -> None:
+        self.now += self.token_s * num_tokens * (self.two if torch.get_num_threads() == 2 else 1)
+        self.now += next(self._late)
+        if torch.get_num_threads() == 1:
+            self.alone.append(num_tokens)
+
+    def short(self) -> int:
+        torch.set_num_threads(2)
+        short = find_short_tokens((1, 2, 4, 8, 16), self.run, lambda: self.now)
+        assert torch.get_num_threads() == 2
+        return short
+
+
+def test_steps_are_short_while_more_threads_save_little() -> None:
+    assert Engine(SHORT_GAIN_S / 5, two=0.5).short() == 8
+    assert Engine(SHORT_GAIN_S / 3, two=0.5).short() == 4
+
+
+def test_steps_are_short_up_to_a_time() -> None:
+    assert Engine(SHORT_S / 5, two=1.0).short() == 4
+    assert Engine(SHORT_S * 2, two=1.0).short() == 0
+
+
+def test_late_steps_change_nothing() -> None:
+    """They waited for a core. On two threads nearly all do."""
+    assert Engine(SHORT_S / 20, 1.0, (0.0, 0.0, 0.012, 0.012)).short() == 16
+
+
+def test_no_long_step_is_tried_on_one_thread() -> None:
+    engine = Engine(1.0, two=1.0)
+    assert engine.short() == 0
+    assert not engine.alone
+
+
+def test_a_step_that_is_long_on_one_thread_is_tried_once() -> None:
+    engine = Engine(0.1, two=0.1)
+    assert engine.short() == 0
+    assert engine.alone == [1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
