@@ -39,6 +39,7 @@ from outrider.registry.redis_registry import Lease
 from outrider.registry.registry import Engagement, ReplicaRecord, Role
 from outrider.replica.drivers import InlineDriver
 from outrider.replica.ray_actor import ActorLocation
+from outrider.replica.step_loop import Arrival, Release
 from target_service.service import TargetService
 from tests.simulation.keyed import KeyedRequest, Part, answer_once
 from tests.simulation.processes import Process
@@ -271,6 +272,8 @@ class ReplicaNode(Node):
         self.service = self._build()
         self.process.start(self._follow_health(world))
         self._watch_steps(world)
+        if self.role == "target":
+            self._watch_releases(world)
         if self.role == "draft" and not world.looks_ahead:
             self._watch_draws(world)
         return f"host:{config.port}" if config.port else f"{self.name}:1"
@@ -293,6 +296,27 @@ class ReplicaNode(Node):
         launch = worker.launch
         worker.prepare = partial(watched, worker.prepare)
         worker.launch = lambda items: partial(watched, watched(launch, items))
+
+    def _watch_releases(self, world: Any) -> None:
+        """Checks that no step has a request of a session that was released."""
+        steps = self.service._begin.args[0]
+        receive, prepare = steps.receive, steps.worker.prepare
+        released: set[str] = set()
+
+        def received(message: Any) -> None:
+            if isinstance(message, Release):
+                released.add(message.session_id)
+            elif isinstance(message, Arrival):
+                released.discard(message.work.session_id)
+            receive(message)
+
+        def prepared(items: Sequence[Any]) -> Any:
+            if wrong := released.intersection(item.head.session_id for item in items):
+                found = f"{self.name} runs released sessions: {sorted(wrong)}"
+                world.hear_failure(InvariantError(found))
+            return prepare(items)
+
+        steps.receive, steps.worker.prepare = received, prepared
 
     def _watch_draws(self, world: Any) -> None:
         """Checks that every token that a model draws is in its proposal: dropping one for being

@@ -28,6 +28,7 @@ from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import UNCOMMITTED_MS_MAX
 from outrider.redis.connection import Script
 from outrider.registry.redis_registry import RedisRegistry
+from outrider.replica.step_loop import Release, StepLoop
 from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
 from outrider.sessions.redis_store import RedisStore
@@ -309,6 +310,19 @@ def target_decides_otherwise(patch: Patch) -> None:
     patch.setattr(run_ahead, "decide", accepting)
 
 
+def grant_outlives_its_session(patch: Patch) -> None:
+    """A target frees a cancelled session's pages, but still runs the rounds ahead."""
+    receive = StepLoop.receive
+
+    def deaf(self: Any, message: Any) -> None:
+        if isinstance(message, Release):
+            self._leaving[message.session_id] = True
+        else:
+            receive(self, message)
+
+    patch.setattr(StepLoop, "receive", deaf)
+
+
 KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     shown_before_committed: (),
     batch_committed_in_part: (),
@@ -336,6 +350,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     cancel_disregarded: (),
     cancel_lost_at_a_take_over: ("death",),
     target_decides_otherwise: (),
+    grant_outlives_its_session: (),
 }
 """Greater faults with which each is searched; empty for all."""
 
