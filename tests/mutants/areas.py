@@ -23,6 +23,17 @@ class Area:
         return sorted(str(path.relative_to(root)) for path in found if path.name not in _LEFT_OUT)
 
 
+def nearest_tests(file: str, root: Path) -> tuple[str, ...]:
+    """The unit tests of a file of the product, or else those of its folder; empty without any."""
+    module = Path(file)
+    places = [name for name in module.parent.parts if name != "outrider"]
+    folder = Path("tests", "unit", *places)
+    for path in (folder / f"test_{module.stem}.py", folder):
+        if (root / path).exists():
+            return (str(path),)
+    return ()
+
+
 AREAS: Final = {
     "core": Area(
         ("outrider/speculation",),
