@@ -17,7 +17,7 @@ from coordinator.decoding.stored_bytes import StoredBytes
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import RoundLength, RoundResult
-from coordinator.routing.drafts import Drafted, Drafts, drafted_by_target
+from coordinator.routing.drafts import NO_LOOKUP, Drafted, Drafts, LookupRequest, drafted_by_target
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable, check
@@ -268,7 +268,7 @@ class SessionRun:
             length.run_ahead,
             wanted,
             num_tokens_left=self._completion.remaining,
-            lookup=self._draft.lookup_request(length),
+            lookup=_lookup_request(length) if drafted.by_target else NO_LOOKUP,
         )
         return self._decide(decided, asked, reply)
 
@@ -285,9 +285,15 @@ class SessionRun:
         asked = _AskedRound(index, length, noise, drafted, now, now)
         return self._decide(decided, asked, reply)
 
+    @property
+    def _target_drafts(self) -> bool:
+        """Whether the look-up of the session's present target drafts for a timed round."""
+        return self._draft.by_target and self._target.looks_up
+
     def _begin(self, index: int) -> tuple[RoundLength, RoundNoise]:
         self._observer.round_began(index)
-        length = self._lengths.choose(self._completion.remaining)
+        remaining, by_target = self._completion.remaining, self._target_drafts
+        length = self._lengths.choose(remaining, by_target=by_target)
         if self._draft.by_target and not length.is_timed:
             # What the target has indexed so far, and for which sessions it has pages, may depend on
             # the other session with this seed.
@@ -309,7 +315,7 @@ class SessionRun:
         )
         self._draft.on_verdict(reply)
         proposal_ids = self._target.verified.token_ids
-        if self._draft.by_target:
+        if asked.drafted.by_target:
             asked = replaced(asked, drafted=replaced(asked.drafted, proposal=self._target.verified))
         drafted = asked.drafted
         if len(proposal_ids) < len(drafted.proposal.token_ids):
@@ -334,6 +340,8 @@ class SessionRun:
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         if length.num_draft_tokens == 0:
             return _NOT_DRAFTED
+        if self._target_drafts:
+            return drafted_by_target(length)
         self._observer.asked("draft")
         drafted = await self._draft.propose(index, length, noise)
         if drafted.ahead:
@@ -424,6 +432,11 @@ class SessionRun:
     ) -> None:
         now = self._clock()
         self._output.write(Entry(self.session.length, tokens, report, now, rounds))
+
+
+def _lookup_request(length: RoundLength) -> LookupRequest:
+    """What the target's look-up should propose for a round of this `length`."""
+    return LookupRequest(length.num_draft_tokens, length.min_chance)
 
 
 @value(frozen=True, slots=True)

@@ -152,22 +152,20 @@ class LengthControls:
         num_draft_tokens: int,
         prompt_length: int,
         tried: ReplicaDescription | None = None,
-        *,
-        by_target: bool = False,
     ) -> LengthControl:
         """Begins a session whose rounds ask for at most `num_draft_tokens` tokens. `tried` is the
-        session's drafter if this drafter is on trial. `by_target` states whether the target's
-        look-up drafts. Under the rules token and block, a session that repeats a seed gets a fixed
-        K. So does the first session with this seed, if it still runs."""
+        session's drafter if this drafter is on trial. Under the rules token and block, a session
+        that repeats a seed gets a fixed K. So does the first session with this seed, if it still
+        runs."""
         self.load.num_sessions += 1
         bounds = num_draft_tokens, prompt_length
         if rule.absolute_noise:
-            return LengthControl(self, self.learned(tried), rule, *bounds, by_target=by_target)
+            return LengthControl(self, self.learned(tried), rule, *bounds)
         if seed in self._firsts:
             if (running := self._firsts[seed]) is not None:
                 running.fix()
             nothing = self._nothing_learned(tried, Load())
-            repeated = LengthControl(self, nothing, rule, *bounds, by_target=by_target)
+            repeated = LengthControl(self, nothing, rule, *bounds)
             repeated.fix()
             return repeated
         if len(self._firsts) >= DRAFTED_SEEDS_MAX:
@@ -177,7 +175,7 @@ class LengthControls:
                 known: control for known, control in self._firsts.items() if control is not None
             }
             self._learned.clear()
-        first = LengthControl(self, self.learned(tried), rule, *bounds, seed, by_target=by_target)
+        first = LengthControl(self, self.learned(tried), rule, *bounds, seed)
         self._firsts[seed] = first
         return first
 
@@ -236,11 +234,8 @@ class LengthControl:
         num_draft_tokens: int,
         prompt_length: int,
         seed: int | None = None,
-        *,
-        by_target: bool = False,
     ) -> None:
         """`seed` is None for a session that is not in `LengthControls._firsts`."""
-        self._by_target = by_target
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -311,14 +306,16 @@ class LengthControl:
         elif self._planned is not _PLAIN:
             self._num_planned = 0
 
-    def choose(self, num_left: int) -> RoundLength:
+    def choose(self, num_left: int, *, by_target: bool = False) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
         including the correction or bonus. The last call of `note` does not influence this length,
-        because a target or draft that works ahead may already have drawn tokens of this round."""
+        because a target or draft that works ahead may already have drawn tokens of this round.
+        `by_target` states whether the target's look-up drafts, so that this round and later rounds
+        with the same K may run ahead."""
         self._follows_plain = self._current is _PLAIN
         self._current = current = self._next or self._take_planned()
         run_ahead = 0
-        if current is _PLAIN or (self._by_target and self.is_timed):
+        if current is _PLAIN or (by_target and self.is_timed):
             run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
         self._plan()
         self._next = following = self._take_planned()

@@ -41,12 +41,15 @@ class Drafted:
     """Whether the proposal arrived before the round began."""
     beside: DraftedBeside | None = None
     """Set if the target drafted the proposal and sent it with the previous verdict."""
+    by_target: bool = False
+    """Whether the target's look-up drafts. The verdict then states the proposal."""
 
 
 def drafted_by_target(length: RoundLength) -> Drafted:
     """Returns what is known of a round for which the target's look-up drafts, before its verdict
     states the proposal."""
-    return Drafted(EMPTY_ENCODED_PROPOSAL, "local", seconds=0.0, num_asked=length.num_draft_tokens)
+    num_asked = length.num_draft_tokens
+    return Drafted(EMPTY_ENCODED_PROPOSAL, "local", 0.0, num_asked, by_target=True)
 
 
 @value(frozen=True, slots=True)
@@ -166,8 +169,8 @@ class Drafts:
     max_tokens: int
     """Largest number of draft tokens of a round. If it is 0, `propose` is never called."""
     by_target = False
-    """Whether the target's look-up proposes. `propose` then returns an empty proposal. Must be set
-    to False for rounds that are not timed (`RoundLength.is_timed`)."""
+    """Whether the target's look-up should draft for timed rounds (`RoundLength.is_timed`). For
+    other rounds, and for a target without a look-up, `propose` is called."""
 
     def probe(self, lengths: LengthControl) -> LookupProbe | None:
         """Returns a probe with which `lengths` learns from plain rounds; None if a replica must
@@ -191,12 +194,6 @@ class Drafts:
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""
         raise NotImplementedError
-
-    def lookup_request(self, length: RoundLength) -> LookupRequest:
-        """Returns what the target's look-up should propose for a round of this `length`."""
-        if not self.by_target:
-            return NO_LOOKUP
-        return LookupRequest(length.num_draft_tokens, length.min_chance)
 
     def next_round_request(self, length: RoundLength) -> NextRoundRequest:
         """Returns what the target should send with its verdict on a round of this `length`."""
@@ -223,7 +220,8 @@ class NoDrafts(Drafts):
 
 
 class LookupDrafts(Drafts):
-    """Proposes with a look-up, in the coordinator or in the target."""
+    """Proposes with a look-up in the coordinator. If `by_target` is set, the target's look-up
+    should draft in its place."""
 
     def __init__(
         self, lookup: LookupDrafter, context: SessionContext, by_target: bool = False
@@ -236,8 +234,6 @@ class LookupDrafts(Drafts):
         return LookupProbe(self._lookup, lengths, self.max_tokens)
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        if self.by_target:
-            return drafted_by_target(length)
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal, _ = self._lookup.propose(length.num_draft_tokens, noise, length.min_chance)

@@ -408,8 +408,18 @@ class SessionRoute(Generic[Item, Answer]):
     @property
     def drafts_itself(self) -> bool:
         """Whether the session's target has a head. Without a target, `pool.first` decides."""
-        description = self._pool.first if self._replica is None else self._replica.description
+        description = self._description
         return description is not None and description.drafts_itself
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the session's target has a look-up. Without a target, `pool.first` decides."""
+        description = self._description
+        return description is not None and description.looks_up
+
+    @property
+    def _description(self) -> ReplicaDescription | None:
+        return self._pool.first if self._replica is None else self._replica.description
 
     @property
     def cache_state(self) -> CacheState:

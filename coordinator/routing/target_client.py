@@ -219,7 +219,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         lookup: LookupRequest,
     ) -> None:
         parameters = self.context.parameters
-        run_ahead = 0 if self._num_mismatches else run_ahead
+        if self._num_mismatches or (lookup.num_tokens and not self.looks_up):
+            run_ahead = 0
         item = VerifyItem(
             self.head(number),
             proposal,

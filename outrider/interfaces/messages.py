@@ -295,6 +295,8 @@ class ReplicaDescription:
     """None if the replica has not measured them."""
     drafts_itself: bool = False
     """Whether the replica is a target that sends proposals for the next round with its verdicts."""
+    looks_up: bool = False
+    """Whether the replica is a target with a look-up (`VerifyItem.num_lookup_tokens`)."""
     shows_features: bool = False
     """Whether the replica is a target that can send features."""
     reads_features: bool = False

@@ -220,7 +220,9 @@ NUM_SEQUENCES = 3
 for all of them either, so that some are preempted."""
 
 
-def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -> TargetService:
+def target_service(
+    kind: type[QuickEngine] = QuickEngine, drafter: Any = None, *, looks_up: bool = True
+) -> TargetService:
     engine = kind(SPEC, "target", NUM_SEQUENCES)
     return TargetService(
         engine,
@@ -229,7 +231,7 @@ def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -
         self_drafter=None if drafter is None else drafter(SPEC, engine),
         clock=lambda: 0.0,
         grammars=toy_grammars(),
-        lookup=NgramDrafter(),
+        lookup=NgramDrafter() if looks_up else None,
     )
 
 

@@ -107,6 +107,8 @@ class World:
             nodes.HASTY_SETTINGS if is_hasty else nodes.PATIENT_SETTINGS, **shape
         )
         self.looks_ahead = bool(self._settings.look_ahead)
+        self._num_targets = 0
+        """Number of targets so far. Every third has no look-up, as if of another version."""
         self._wires: list[Wire] = []
         self._serving: dict[str, nodes.Node] = {}
         self.machines = nodes.Machines(self, self._built)
@@ -131,7 +133,11 @@ class World:
     def _built(self, demand: Demand) -> nodes.Node:
         if demand.role == "coordinator":
             return nodes.CoordinatorNode(demand.name, self._settings)
-        return nodes.ReplicaNode(demand.role, demand.name, self._services[demand.role])
+        build: Any = self._services[demand.role]
+        if demand.role == "target":
+            self._num_targets += 1
+            build = partial(build, looks_up=self._num_targets % 3 > 0)
+        return nodes.ReplicaNode(demand.role, demand.name, build)
 
     async def start(self) -> None:
         asyncio.get_running_loop().set_exception_handler(self._hear_exception)

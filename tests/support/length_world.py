@@ -50,6 +50,8 @@ class World:
     prompt_length: int = 100
     drafts_itself: bool = False
     """Whether the target drafts together with the verdict before."""
+    by_target: bool = False
+    """Whether the target's look-up drafts, so that rounds with drafts run ahead."""
     delays: bool = False
     """Whether the target waits while the draft works, because they share cores."""
     stall: Callable[[random.Random], float] = lambda _: 0.0
@@ -81,13 +83,13 @@ class World:
         """The fastest K."""
         return max(range(BOUND + 1), key=self.rate)
 
-    def open(self, seed: int = 1, bound: int = BOUND, by_target: bool = False) -> LengthControl:
-        return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length, by_target=by_target)
+    def open(self, seed: int = 1, bound: int = BOUND) -> LengthControl:
+        return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length)
 
     def play(self, control: LengthControl, num_rounds: int, first_index: int = 0) -> Run:
         started_at, chosen, tokens = self.now, [], []
         for index in range(first_index, first_index + num_rounds):
-            length = control.choose(ENDLESS)
+            length = control.choose(ENDLESS, by_target=self.by_target)
             chosen.append(length)
             tokens.append(self._round(control, length, is_first=index == first_index))
         return Run(chosen, tokens, self.now - started_at)

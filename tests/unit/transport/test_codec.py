@@ -208,6 +208,7 @@ def test_descriptions_survive() -> None:
         64,
         costs,
         drafts_itself=True,
+        looks_up=True,
         features="f",
         dtype_note="d",
         row_coupling=0.1,

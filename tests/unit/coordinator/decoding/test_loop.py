@@ -1,6 +1,7 @@
 """The events that a client gets, and means over rounds."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,11 +10,18 @@ import pytest
 from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.loop import Entry, OutputQueue
 from coordinator.routing.drafts import Drafted
+from outrider.config.deployment import DraftConfig
+from outrider.drafters.lookup import NgramDrafter
+from outrider.interfaces.messages import VerifyItem
 from outrider.interfaces.request import RoundReport, Tokens
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
+from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import SILENT
+from tests.support.coordinator_bench import REQUEST, STEP_S, Bench, running, target_service
+from tests.support.session_links import OneToken
+from tests.support.toy_engine import ToyEngine
 
 
 def _entry(index: int, text: str, report: RoundReport | None = None) -> Entry:
@@ -92,3 +100,51 @@ async def test_look_ups_count_for_acceptance_only() -> None:
     found = meter.figures
     assert (found.draft_waits, found.look_ahead_hits) == (None, None)
     assert found.acceptance == pytest.approx(0.5)
+
+
+RESIDENT: dict[str, Any] = {
+    "drafts": {},
+    "lookup": DraftConfig(model="ngram"),
+    "lookup_on": "target",
+}
+LOOKED_UP = replace(REQUEST, prompt=(1, 2, 3) * 3, max_tokens=50, include_rounds=True)
+
+
+def reports(events: Any) -> list[RoundReport]:
+    return [event for event in events if isinstance(event, RoundReport)]
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("looks_up", [False, True])
+async def test_the_coordinator_looks_up_for_targets_that_do_not(looks_up: bool) -> None:
+    """Such a target is an old one during an upgrade, or a new one of an upgrade to a draft."""
+    lookup = NgramDrafter() if looks_up else None
+    target = target_service(ToyEngine(4), lookup=lookup)
+    made = Bench(target=target, fallback=OneToken(lambda _: None), **RESIDENT)
+    items: list[VerifyItem] = []
+    take = target.take
+    target.take = lambda item, sender: (items.append(item), take(item, sender))[1]  # type: ignore[method-assign]
+    async with running(made) as bench:
+        rounds = reports(await bench.events(LOOKED_UP))
+    proposed = [one.proposed_token_ids for one in rounds[1:-1]]
+    if looks_up:
+        assert max(map(len, proposed)) == 2
+        assert len(items) < len(rounds)
+    else:
+        assert set(proposed) == {(1,)}  # As this coordinator's look-up proposes.
+        assert not any(item.num_lookup_tokens or item.run_ahead for item in items[1:-1])
+
+
+@pytest.mark.virtual
+async def test_no_verdict_of_a_round_that_ran_ahead_counts_once_the_seed_is_repeated() -> None:
+    """Not even if the target has run the round, and its verdict is on the way."""
+    target = target_service(ToyEngine(4), lookup=NgramDrafter(), stream_interval_ms=100)
+    made = Bench(target=target, fallback=OneToken(lambda _: None), **RESIDENT)
+    async with running(made) as bench:
+        for steps in range(20):
+            request = replace(LOOKED_UP, seed=steps, rule=Rule.TOKEN)
+            first = asyncio.create_task(bench.events(request))
+            await asyncio.sleep((steps + 0.5) * STEP_S)
+            await bench.events(replace(request, max_tokens=1))
+            proposed = [one.proposed_token_ids for one in reports(await first)]
+            assert set(proposed[steps + 3 : -1]) <= {(1,)}

@@ -122,8 +122,8 @@ def test_a_plain_phase_lets_the_target_run_ahead_to_its_end_and_no_further() -> 
 
 def test_rounds_that_the_targets_look_up_drafts_for_run_ahead_too() -> None:
     """As far as their K is certain: the rounds that may run ahead all have it."""
-    world = World(acceptance=0.8, draft_s=0.0)
-    control = world.open(by_target=True)
+    world = World(acceptance=0.8, draft_s=0.0, by_target=True)
+    control = world.open()
     lengths = world.play(control, 600).lengths
     drafted = 0
     for index, length in enumerate(lengths[: 600 - RUN_AHEAD]):
@@ -134,8 +134,8 @@ def test_rounds_that_the_targets_look_up_drafts_for_run_ahead_too() -> None:
 
 
 def test_no_round_with_drafts_runs_ahead_once_its_seed_is_repeated() -> None:
-    world = World(acceptance=0.8, draft_s=0.0)
-    control = world.open(by_target=True)
+    world = World(acceptance=0.8, draft_s=0.0, by_target=True)
+    control = world.open()
     world.play(control, 40)
     control.fix()
     lengths = world.play(control, 40, first_index=40).lengths

@@ -23,6 +23,7 @@ from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import SILENT
 from tests.support.session_links import (
     PROMPT,
+    TOY,
     ScriptedLink,
     later,
     play,
@@ -182,6 +183,18 @@ async def test_a_target_whose_verdicts_are_all_on_other_tokens_fails_the_session
     link = ScriptedLink(*[lambda item: verdict(later(item, item.head.round, 5))] * MISMATCHES_MAX)
     with pytest.raises(errors.InvariantError, match="other tokens"):
         await target_of(link).verify(0, EncodedProposal())
+
+
+async def test_rounds_for_a_look_up_do_not_run_ahead_on_a_target_without_one() -> None:
+    """The session has moved there while it asked."""
+    asked: dict[str, Any] = {"run_ahead": 4, "num_tokens_left": 9}
+    links = [ScriptedLink(verdict), ScriptedLink(errors.LinkLost("gone")), ScriptedLink(verdict)]
+    for link, looks_up in zip(links, (True, True, False), strict=True):
+        link.description = replace(TOY, looks_up=looks_up)
+    for first, others in ((0, links[:1]), (1, links[1:])):
+        target = target_of(*others, one=session(name=str(first)))
+        await target.verify(0, EncodedProposal(), lookup=LookupRequest(3), **asked)
+    assert [link.sent[0].run_ahead for link in links] == [4, 4, 0]
 
 
 async def test_the_tokens_of_the_targets_look_up_are_those_that_the_verdict_is_about() -> None:
