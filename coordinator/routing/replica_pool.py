@@ -578,14 +578,17 @@ class SessionRoute(Generic[Item, Answer]):
         """Makes answers to all messages so far match no later round."""
         self._num_moves += 1
 
-    def move(self) -> bool:
+    def move(self, *, for_good: bool = False) -> bool:
         """Moves to another replica that fits, drops requests without an answer, and returns True.
-        If none fits, returns False, and keeps the current replica unless it is a leaving draft."""
+        If none fits, returns False, and keeps the current replica unless it is a leaving draft.
+        `for_good` means that the session never returns to the current replica."""
         before, replica = self._replica, self._find()
         if replica is None:
             if before is not None and before.leaving and self._pool.role == "draft":
                 self._leave()
             return False
+        if for_good and before is not None:
+            self._rejected.append(before)
         session_id = self.context.session.session_id
         _log.debug("session %s moves from %r to %r", session_id, self.replica, replica.name)
         self._leave()

@@ -179,10 +179,26 @@ async def test_verdicts_after_other_tokens_are_dropped_and_nothing_runs_ahead_an
     assert link.sent[-1].run_ahead == 0
 
 
-async def test_a_target_whose_verdicts_are_all_on_other_tokens_fails_the_session() -> None:
-    link = ScriptedLink(*[lambda item: verdict(later(item, item.head.round, 5))] * MISMATCHES_MAX)
+OTHERS: Any = [lambda item: verdict(later(item, item.head.round, 5))] * MISMATCHES_MAX
+
+
+async def test_a_session_leaves_a_target_whose_verdicts_are_all_on_other_tokens() -> None:
+    """Such a target is one of an old version, which states no lengths and digests."""
+    one = session()
+    links = [ScriptedLink(*OTHERS), ScriptedLink(verdict, verdict)]
+    target = target_of(*links, one=one)
+    await play(target, one, 0)
+    assert (target.replica, len(links[0].sent)) == ("r1", MISMATCHES_MAX)
+    target._replica.leaving = True  # type: ignore[union-attr]
+    await play(target, one, 1)
+    assert target.replica == "r1"
+
+
+async def test_a_session_fails_if_the_verdicts_of_all_targets_are_on_other_tokens() -> None:
+    links = [ScriptedLink(*OTHERS) for _ in range(2)]
     with pytest.raises(errors.InvariantError, match="other tokens"):
-        await target_of(link).verify(0, EncodedProposal())
+        await target_of(*links).verify(0, EncodedProposal())
+    assert [len(link.sent) for link in links] == [MISMATCHES_MAX] * 2
 
 
 async def test_rounds_for_a_look_up_do_not_run_ahead_on_a_target_without_one() -> None:
