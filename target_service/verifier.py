@@ -66,6 +66,7 @@ and up to twice this if the rows of several sessions are copied into one tensor.
 
 class _Round(Work[VerifyItem]):
     proposal: Proposal
+    has_looked_up = False
     step: SequenceStep  # asks for 0 logits if the step runs only a part of the prefix
     verify_input: VerifyInput
     history = NO_HISTORY
@@ -210,8 +211,6 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
     def prepare(self, items: Sequence[VerifyItem]) -> list[_Round]:
         expected, self._expected = self._expected, {}
         rounds = [expected.get(id(item)) or _Round(item) for item in items]
-        if self._lookups is not None:
-            self._lookups.begin_step()
         self._admission.admit(rounds, self._validate, self._prepare)
         return rounds
 
@@ -221,6 +220,9 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             passes = self._admission.passes(admitted, self._launch)
 
         def wait() -> list[StepAnswer]:
+            if self._lookups is not None:
+                texts = [(work.head, work.sampling) for work in admitted if work.item.indexes]
+                self._lookups.index(texts, self._engine.tokens)
             with torch.inference_mode():
                 for rounds, logits in passes:
                     self._finish(rounds, logits)
@@ -256,8 +258,9 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             room = min(item.num_lookup_tokens, info.max_model_len - length)
             if item.num_tokens_left:
                 room = min(room, item.num_tokens_left - 1)  # The round ends with another token.
-            least = item.lookup_min_chance
-            work.proposal = self._lookups.propose(head, sampling, held, room, least)
+            found = self._lookups.propose(head, sampling, held, room, item.lookup_min_chance)
+            if found is not None:
+                work.proposal, work.has_looked_up = found, True
 
     def _prepare(self, work: _Round, admitted: Admitted) -> None:
         head, proposal, aligned = work.head, work.proposal, admitted.aligned
@@ -325,6 +328,7 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             cached_length,
             logprobs,
             looked_up=() if item.proposal.token_ids else proposal.token_ids,
+            has_looked_up=work.has_looked_up,
             committed_length=work.head.committed_length,
             prefix_digest=held.digest(work.head.committed_length),
             audit=audited,

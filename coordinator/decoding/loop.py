@@ -258,7 +258,10 @@ class SessionRun:
         continues."""
         index, began_at = decided.next_round, self._clock()
         length, noise = self._begin(index)
-        drafted = await self._propose(index, length, noise)
+        lookup = NO_LOOKUP
+        if self._target_drafts:
+            lookup = LookupRequest(length.num_draft_tokens, length.min_chance, indexes=True)
+        drafted = await self._propose(index, length, noise, lookup)
         wanted = self._draft.next_round_request(length)
         self._observer.asked("target")
         asked = _AskedRound(index, length, noise, drafted, began_at, self._clock())
@@ -268,7 +271,7 @@ class SessionRun:
             length.run_ahead,
             wanted,
             num_tokens_left=self._completion.remaining,
-            lookup=_lookup_request(length) if drafted.by_target else NO_LOOKUP,
+            lookup=lookup,
         )
         return self._decide(decided, asked, reply)
 
@@ -316,7 +319,9 @@ class SessionRun:
         self._draft.on_verdict(reply)
         proposal_ids = self._target.verified.token_ids
         if asked.drafted.by_target:
-            asked = replaced(asked, drafted=replaced(asked.drafted, proposal=self._target.verified))
+            num_asked = asked.drafted.num_asked if reply.has_looked_up else 0
+            drafted = replaced(asked.drafted, proposal=self._target.verified, num_asked=num_asked)
+            asked = replaced(asked, drafted=drafted)
         drafted = asked.drafted
         if len(proposal_ids) < len(drafted.proposal.token_ids):
             self._draft.reject()
@@ -337,10 +342,12 @@ class SessionRun:
             self._trial.note(outcome.num_accepted, len(outcome.token_ids), now - asked.began_at)
         return self._add(decided, asked, reply, verify_s, outcome)
 
-    async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
+    async def _propose(
+        self, index: int, length: RoundLength, noise: RoundNoise, lookup: LookupRequest
+    ) -> Drafted:
         if length.num_draft_tokens == 0:
             return _NOT_DRAFTED
-        if self._target_drafts:
+        if lookup.num_tokens:
             return drafted_by_target(length)
         self._observer.asked("draft")
         drafted = await self._draft.propose(index, length, noise)
@@ -432,11 +439,6 @@ class SessionRun:
     ) -> None:
         now = self._clock()
         self._output.write(Entry(self.session.length, tokens, report, now, rounds))
-
-
-def _lookup_request(length: RoundLength) -> LookupRequest:
-    """What the target's look-up should propose for a round of this `length`."""
-    return LookupRequest(length.num_draft_tokens, length.min_chance)
 
 
 @value(frozen=True, slots=True)

@@ -72,6 +72,8 @@ class LookupRequest:
     """Largest number of tokens."""
     min_chance: float = 0.0
     """See `DraftRequest.min_chance`."""
+    indexes: bool = False
+    """See `VerifyItem.indexes`."""
 
 
 NO_LOOKUP = LookupRequest()

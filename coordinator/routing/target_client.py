@@ -238,6 +238,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             wanted.budget_us,
             lookup.num_tokens,
             lookup.min_chance,
+            lookup.indexes,
             num_tokens_left,
             parameters.ignore_eos,
             self._audits,

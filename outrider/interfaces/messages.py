@@ -120,6 +120,9 @@ class VerifyItem:
     round, and for each round that it runs ahead."""
     lookup_min_chance: float = 0.0
     """See `DraftRequest.min_chance`."""
+    indexes: bool = False
+    """Whether the target's look-up drafts for this session, in this or later rounds. The target
+    then indexes the session's text."""
     num_tokens_left: int = 0
     """Number of tokens that the completion has room for; 0 = not stated."""
     ignores_eos: bool = False
@@ -219,6 +222,9 @@ class VerdictReply:
     verdict commits has none, because the target has not run that token."""
     looked_up: tuple[int, ...] = ()
     """The proposal of the target's look-up, which this verdict is about."""
+    has_looked_up: bool = False
+    """Whether the target's look-up has searched the session's text, perhaps in vain. It has not if
+    the text is not indexed yet, or if it was not asked."""
     committed_length: int = 0
     """Number of committed tokens at the start of the round."""
     prefix_digest: int = 0

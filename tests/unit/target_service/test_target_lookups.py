@@ -2,6 +2,7 @@
 coordinator would ask for."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NgramDrafter
 from outrider.foundation.tokens import ContinuedTokens, TokenSequence
 from outrider.interfaces.messages import Resync, VerdictReply, VerifyItem
-from outrider.speculation.proposal import EncodedProposal
+from outrider.speculation.proposal import EncodedProposal, Proposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service import lookups
 from target_service.lookups import TargetLookups
@@ -40,7 +41,7 @@ def question(
     base, round_index = fields.pop("base", 0), fields.pop("round_index", 0)
     head = make_head(tokens, base, rule=rule, sampling=sampling, seed=SEED, round_index=round_index)
     given = {"run_ahead": RUN_AHEAD, "num_lookup_tokens": NUM_DRAFTED, "num_tokens_left": MANY}
-    return VerifyItem(head, **(given | fields))
+    return VerifyItem(head, **({"indexes": True} | given | fields))
 
 
 def looked_up(tokens: Sequence[int], rule: Rule, num: int = NUM_DRAFTED) -> tuple[int, ...]:
@@ -114,16 +115,44 @@ async def test_rounds_end_with_the_text(kind: str) -> None:
 
 
 async def test_a_long_prompt_is_indexed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then, rounds have no proposals."""
-    monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 3)
-    prompt = PROMPT * 3
+    """Until then, rounds have no proposals, and the coordinator learns nothing from them."""
+    monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 5)
+    prompt = PROMPT * 5
     async with target() as setting:
         answers = await setting.send(question(prompt))
-        first = next(i for i, reply in enumerate(answers) if reply.looked_up)
-        assert first >= len(prompt) // 3 - 1
-        lengths = [len(prompt), *(len(text) for text in texts(answers, Rule.TOKEN, prompt))]
-        assert all(reply.looked_up for reply in answers[first:])
-        assert lengths[first] <= 3 * (first + 1)
+        first = next(i for i, reply in enumerate(answers) if reply.has_looked_up)
+        assert first >= (len(prompt) - 17) // 5
+        assert not any(reply.looked_up for reply in answers[:first])
+        assert all(reply.has_looked_up for reply in answers[first:])
+        assert any(reply.looked_up for reply in answers[first:])
+
+
+async def test_texts_are_indexed_while_the_engine_computes() -> None:
+    """Before a step, only the tokens of the round before are, as the step waits for them."""
+    drafter, engine, before = NgramDrafter(), ToyEngine(4), list[int]()
+    launch = engine.launch
+    engine.launch = lambda steps: (before.append(drafter.num_indexed), launch(steps))[1]  # type: ignore[method-assign]
+    async with Replica("target", engine, lookup=drafter) as setting:
+        item = question(PROMPT * 3, num_lookup_tokens=0, run_ahead=0)
+        [first] = await setting.send(item)
+        assert not first.has_looked_up
+        assert (before, drafter.num_indexed) == ([0], 3 * len(PROMPT))
+        [text] = texts([first], Rule.TOKEN, PROMPT * 3)
+        again = await setting.send(question(text, base=len(text) - 1, round_index=1))
+        assert all(reply.has_looked_up for reply in again)
+        assert max(b - a for a, b in pairwise(before)) <= len(PROMPT) * 3 + NUM_DRAFTED + 1
+
+
+async def test_the_text_that_lacks_the_fewest_tokens_is_indexed_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 9)
+    drafter = NgramDrafter()
+    found = TargetLookups(drafter)
+    heads = [make_head(tokens, session=i) for i, tokens in enumerate((PROMPT * 3, PROMPT))]
+    engine = {head.session_id: TokenSequence(head.append) for head in heads}
+    found.index([(head, SamplingParams()) for head in heads], engine.__getitem__)
+    assert [drafter.length(head.session_id) for head in heads] == [9 - len(PROMPT), len(PROMPT)]
 
 
 async def test_an_item_with_another_number_of_draft_tokens_ends_the_rounds_ahead() -> None:
@@ -156,7 +185,9 @@ async def test_a_target_that_has_lost_the_session_asks_for_its_tokens() -> None:
         assert isinstance(resync, Resync)
         found = await setting.send(question(text, round_index=len(answers)))
         assert isinstance(found[0], VerdictReply)
-        assert found[0].looked_up == looked_up(text, Rule.TOKEN)
+        assert not found[0].has_looked_up  # Its step indexes the text.
+        [after, *_] = texts(found, Rule.TOKEN, text)
+        assert found[1].looked_up == looked_up(after, Rule.TOKEN)
 
 
 async def test_a_target_without_a_look_up_proposes_nothing() -> None:
@@ -169,14 +200,12 @@ async def test_a_target_without_a_look_up_proposes_nothing() -> None:
 def test_tokens_that_a_session_has_lost_are_forgotten() -> None:
     """Another run of the session decides them anew, from the same random numbers."""
     found = TargetLookups(NgramDrafter())
-    found.begin_step()
     lost, kept = (1, 2, 3, 1, 2, 0, 1, 2), (1, 2, 3, 1, 2)
     held = TokenSequence(lost)
     params = SamplingParams()
-    assert found.propose(make_head(lost, 7), params, held, 1).token_ids == (0,)
-    assert found.propose(make_head(kept, 4), params, held, 1).token_ids == (3,)
-    other = make_head((2, 2, 3, 1, 2), 4)
-    assert found.propose(other, params, held, 1).token_ids == ()
+    assert found.propose(make_head(lost, 7), params, held, 1) == Proposal((0,))
+    assert found.propose(make_head(kept, 4), params, held, 1) == Proposal((3,))
+    assert found.propose(make_head((2, 2, 3, 1, 2), 4), params, held, 1) is None
 
 
 def test_continued_tokens_are_read_like_a_tuple() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.loop import Entry, OutputQueue
+from coordinator.draft_length.controller import LengthControl
+from coordinator.draft_length.policy import RoundResult
 from coordinator.routing.drafts import Drafted
 from outrider.config.deployment import DraftConfig
 from outrider.drafters.lookup import NgramDrafter
@@ -19,6 +21,7 @@ from outrider.speculation.accept_reject import Origin
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import SILENT
+from target_service import lookups
 from tests.support.coordinator_bench import REQUEST, STEP_S, Bench, running, target_service
 from tests.support.session_links import OneToken
 from tests.support.toy_engine import ToyEngine
@@ -148,3 +151,19 @@ async def test_no_verdict_of_a_round_that_ran_ahead_counts_once_the_seed_is_repe
             await bench.events(replace(request, max_tokens=1))
             proposed = [one.proposed_token_ids for one in reports(await first)]
             assert set(proposed[steps + 3 : -1]) <= {(1,)}
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("is_indexed", [False, True])
+async def test_a_round_whose_text_is_not_indexed_says_nothing_of_acceptance(
+    is_indexed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_indexed:
+        monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 0)
+    results: list[RoundResult] = []
+    monkeypatch.setattr(LengthControl, "note", lambda _, result: results.append(result))
+    target = target_service(ToyEngine(4), lookup=NgramDrafter())
+    made = Bench(target=target, length_control=True, **RESIDENT)
+    async with running(made) as bench:
+        await bench.events(replace(LOOKED_UP, prompt=(1, 2, 3) * 8, max_tokens=30))
+    assert any(result.num_asked > 0 for result in results) is is_indexed
