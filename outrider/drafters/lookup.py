@@ -89,8 +89,18 @@ class LookupDrafter:
         return 0 if text is None else len(text)
 
     def release(self, session_id: str) -> None:
-        """Forgets the session's text."""
+        """Forgets the text of a session that has ended."""
+        self.forget(session_id)
+
+    def forget(self, session_id: str) -> None:
+        """Forgets the session's text, and learns nothing from it."""
         self._texts.pop(session_id, None)
+
+    def end(self, session_id: str, token_ids: Sequence[int]) -> Iterator[int]:
+        """Ends a session that has these committed tokens. Returns an iterator that learns its
+        output piece by piece, and yields the number of tokens of each piece."""
+        self.forget(session_id)
+        return iter(())
 
     def _guess(self, request: DraftRequest, text: Any) -> Guess:
         """`text` has exactly the request's committed tokens."""
