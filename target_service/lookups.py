@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.tokens import ContinuedTokens, TokenSequence
-from outrider.interfaces.messages import RoundHead
+from outrider.interfaces.messages import Prefix, RoundHead
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SEQUENCES_PER_REPLICA_MAX
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 INDEXED_PER_STEP_MAX = 1024
-"""Number of tokens that are indexed during a step, so that long prompts delay no step. A session
-has no proposal until its text is indexed."""
+"""Number of tokens that are indexed or learned during a step, so that long texts delay no step. A
+session has no proposal until its text is indexed."""
 _INDEXED_BEFORE_STEP_MAX = NUM_DRAFT_TOKENS_MAX + 1
 """Number of a session's tokens that are indexed before a step: those of the round before."""
 
@@ -29,6 +30,9 @@ class TargetLookups:
             SEQUENCES_PER_REPLICA_MAX
         )
         """Epoch, round and committed length of each session's last look-up."""
+        self._lessons: deque[Iterator[int]] = deque(maxlen=SEQUENCES_PER_REPLICA_MAX)
+        """Outputs that are not or partly learned. Each yields a number of tokens when it has
+        learned them. Beyond the limit, drops the oldest."""
 
     def propose(
         self,
@@ -57,7 +61,7 @@ class TargetLookups:
     ) -> None:
         """Indexes the committed tokens of a step's sessions, at most `INDEXED_PER_STEP_MAX` tokens
         in all. Must be called during the step, when the engine holds (`held`) the prefix that each
-        head states. The text that lacks the fewest tokens comes first."""
+        head states. The text that lacks the fewest tokens comes first, and lessons come last."""
         lacking: list[tuple[int, DraftRequest]] = []
         for head, sampling in texts:
             self._begin(head)
@@ -71,11 +75,23 @@ class TargetLookups:
             num_left -= min(num, num_left)
             if num_left == 0:
                 break
+        while num_left > 0 and self._lessons:
+            num = next(self._lessons[0], 0)
+            num_left -= num
+            if num == 0:
+                self._lessons.popleft()
+
+    def learn(self, session_id: str, held: TokenSequence, learned: Prefix) -> None:
+        """Lets later steps learn the first tokens of a session that has ended, if they are among
+        those that the engine holds of it."""
+        if held.holds(learned.length, learned.digest):
+            tokens = ContinuedTokens(held.ids, learned.length, ())
+            self._lessons.append(self._drafter.end(session_id, tokens))
 
     def forget(self, session_id: str) -> None:
-        """Frees the session's text."""
+        """Frees the session's text, and learns nothing from it."""
         self._rounds.pop(session_id, None)
-        self._drafter.release(session_id)
+        self._drafter.forget(session_id)
 
     def _begin(self, head: RoundHead) -> bool:
         """Begins a round. Returns whether it was begun before."""

@@ -25,7 +25,7 @@ from outrider.foundation.tokens import extend_digest
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import AllowedTokens, TokenMask
 from outrider.interfaces.engine import DraftingEngine, Engine, FeatureKeeper, SequenceStep
-from outrider.interfaces.messages import PositionLogprobs, VerdictReply, VerifyItem
+from outrider.interfaces.messages import PositionLogprobs, Prefix, VerdictReply, VerifyItem
 from outrider.kernels.threads import on_threads
 from outrider.limits import FEATURES_STEP_BYTES_MAX
 from outrider.models.draft_head import LoadedDraftHead
@@ -230,6 +230,10 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             return [work.result for work in prepared]
 
         return wait
+
+    def learn(self, session_id: str, learned: Prefix) -> None:
+        if self._lookups is not None:
+            self._lookups.learn(session_id, self._engine.tokens(session_id), learned)
 
     def _validate(self, work: _Round) -> None:
         info, item, head = self._engine.info, work.item, work.head

@@ -23,7 +23,7 @@ from coordinator.routing.target_client import TargetClient
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable, check
 from outrider.foundation.logs import about, identify
 from outrider.foundation.values import replaced, value
-from outrider.interfaces.messages import PositionLogprobs, VerdictReply
+from outrider.interfaces.messages import PositionLogprobs, Prefix, VerdictReply
 from outrider.interfaces.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin, Outcome, decide, survival
@@ -171,10 +171,20 @@ class SessionRun:
             self._task.result()
         self._output.end()
         self._lengths.close()
-        self._target.close()
+        self._target.close(self._learned())
         self._draft.close()
         if self._trial is not None:
             self._trial.end()
+
+    def _learned(self) -> Prefix | None:
+        """Returns what the target's look-up may learn: the tokens that the target holds, if the
+        store has them and the session's end. None if nothing may be learned, for example because
+        the target has drafted for no round, or another session has this session's seed."""
+        session = self.session
+        if not (self.is_recorded and self._draft.by_target):
+            return None
+        length = min(self._target.cached_length, session.length)
+        return Prefix(length, session.tokens.digest(length))
 
     async def close(self) -> None:
         """Commits the last tokens, and cancels an unfinished session unless it is handed over."""

@@ -20,6 +20,7 @@ from coordinator.routing.absence import Absence
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import Incompatible, LinkLost, OutriderError, check
 from outrider.interfaces.messages import (
+    Prefix,
     ProposalReply,
     Refused,
     ReplicaDescription,
@@ -598,14 +599,16 @@ class SessionRoute(Generic[Item, Answer]):
         self.context.observer.count("session_moves", self._pool.role)
         return True
 
-    def close(self) -> None:
-        """Ends the session on all replicas that it has used."""
-        session = self.context.session
+    def close(self, learned: Prefix | None = None) -> None:
+        """Ends the session on all replicas that it has used. The look-up of the last one may learn
+        the tokens `learned`."""
+        session, last = self.context.session, self.replica
         self.on_pushed = None  # It refers to this route, which would be garbage until a collection.
         self._stop_timer()
         self._leave()
         for replica in self._left.values():
-            replica.link.release(session.session_id, session.epoch)
+            prefix = learned if replica.name == last else None
+            replica.link.release(session.session_id, session.epoch, prefix)
         self._left = {}
 
     def _find(self, preferred: str = "") -> ReplicaConnection | None:

@@ -276,6 +276,14 @@ class Refused:
     message: str
 
 
+@value(frozen=True, slots=True)
+class Prefix:
+    """The first tokens of a session."""
+
+    length: int
+    digest: int
+
+
 RoundItem = VerifyItem | DraftItem
 VerifyAnswer = VerdictReply | Resync | Refused
 DraftAnswer = ProposalReply | Resync | Refused

@@ -204,12 +204,16 @@ class StepCosts(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ..., session_s: _Optional[float] = ..., slot_s: _Optional[float] = ..., row_slot_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_id", "epoch")
+    __slots__ = ("session_id", "epoch", "learned_length", "learned_digest")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    learned_length: int
+    learned_digest: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., learned_length: _Optional[int] = ..., learned_digest: _Optional[int] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

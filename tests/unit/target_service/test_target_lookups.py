@@ -9,13 +9,14 @@ import pytest
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.foundation.tokens import ContinuedTokens, TokenSequence
-from outrider.interfaces.messages import Resync, VerdictReply, VerifyItem
+from outrider.interfaces.messages import Prefix, Resync, VerdictReply, VerifyItem
 from outrider.speculation.proposal import EncodedProposal, Proposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service import lookups
 from target_service.lookups import TargetLookups
-from tests.support.rounds import RULES, Replica, make_head, outcome_of
+from tests.support.rounds import RULES, Replica, make_head, outcome_of, session_name
 from tests.support.toy_engine import ToyEngine
 
 pytestmark = pytest.mark.virtual
@@ -39,7 +40,9 @@ def question(
     **fields: Any,
 ) -> VerifyItem:
     base, round_index = fields.pop("base", 0), fields.pop("round_index", 0)
-    head = make_head(tokens, base, rule=rule, sampling=sampling, seed=SEED, round_index=round_index)
+    of = {name: fields.pop(name) for name in ("session", "prompt_length") if name in fields}
+    of |= {"round_index": round_index, "seed": fields.pop("seed", SEED)}
+    head = make_head(tokens, base, rule=rule, sampling=sampling, **of)
     given = {"run_ahead": RUN_AHEAD, "num_lookup_tokens": NUM_DRAFTED, "num_tokens_left": MANY}
     return VerifyItem(head, **({"indexes": True} | given | fields))
 
@@ -232,6 +235,69 @@ async def test_a_prompt_that_runs_in_parts_is_indexed_once() -> None:
         assert len(engine.counts) > 8
         assert answers[0].looked_up == looked_up(prompt, Rule.TOKEN)
         assert drafter.num_indexed == drafter.length(answers[0].key.session_id)
+
+
+def known(tokens: Sequence[int], length: int | None = None) -> Prefix:
+    length = len(tokens) if length is None else length
+    return Prefix(length, TokenSequence(tokens).digest(length))
+
+
+ANSWER = (5, 6, 7, 8, 9)
+
+
+async def lesson(learned: Prefix | None, *, evicted: bool = False) -> int:
+    """Whether another session of the tenant gets a proposal from the session's answer, after the
+    session has ended at the target. Returns the number of steps until then; 0 = not in 9."""
+    drafter, engine = SuffixDrafter(), ToyEngine(20)
+    async with Replica("target", engine, lookup=drafter) as setting:
+        text = (1, 2, *ANSWER)
+        await setting.send(question(text, prompt_length=2, run_ahead=0, num_lookup_tokens=1))
+        name = session_name(1)
+        if evicted:
+            setting.service.evict([name])
+            await setting.settle()
+        setting.service.release(name, 1, learned)
+        await setting.settle()
+        for step in range(1, 10):
+            item = question((9, 5, 6), session=1 + step, seed=step, run_ahead=0)
+            [reply] = await setting.send(item)
+            if reply.looked_up:
+                assert reply.looked_up[0] == 7
+                return step
+    return 0
+
+
+async def test_an_answer_is_learned_as_far_as_its_coordinator_says() -> None:
+    text = (1, 2, *ANSWER)
+    assert await lesson(known(text)) == 2  # The first step after the release learns it.
+    assert await lesson(known(text, 5)) == 2
+    assert await lesson(known(text, 4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("learned", "evicted"),
+    [
+        (None, False),
+        (known((1, 2, *ANSWER)), True),
+        (known((1, 2, 5, 6, 7, 8, 8)), False),  # The target has decided otherwise.
+        (known((1, 2, *ANSWER, 1, 1, 1)), False),  # The target has never held so much.
+    ],
+)
+async def test_nothing_else_of_a_session_is_learned(learned: Prefix | None, evicted: bool) -> None:
+    assert await lesson(learned, evicted=evicted) == 0
+
+
+def test_what_is_to_learn_waits_until_texts_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 9)
+    drafter = SuffixDrafter()
+    found, old, new = TargetLookups(drafter), make_head(PROMPT), make_head(PROMPT * 3, session=2)
+    held = {head.session_id: TokenSequence(head.append) for head in (old, new)}
+    assert found.propose(old, SamplingParams(), TokenSequence(), 1) is not None
+    found.learn(old.session_id, held[old.session_id], known(PROMPT))
+    for num_indexed, num_learned in ((9, 0), (18, 0), (21, 1)):
+        found.index([(new, SamplingParams())], held.__getitem__)
+        assert drafter.length(new.session_id) == num_indexed
+        assert (drafter._history.of("") is not None) is bool(num_learned)
 
 
 async def test_a_round_after_what_the_target_takes_for_the_end_is_answered() -> None:

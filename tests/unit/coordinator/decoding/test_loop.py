@@ -1,6 +1,7 @@
 """The events that a client gets, and means over rounds."""
 
 import asyncio
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -14,15 +15,23 @@ from coordinator.draft_length.policy import RoundResult
 from coordinator.routing.drafts import Drafted
 from outrider.config.deployment import DraftConfig
 from outrider.drafters.lookup import NgramDrafter
+from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.messages import VerifyItem
-from outrider.interfaces.request import RoundReport, Tokens
+from outrider.interfaces.request import GenerateRequest, RoundReport, Tokens
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
-from outrider.speculation.sampling_params import Rule
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT
 from target_service import lookups
-from tests.support.coordinator_bench import REQUEST, STEP_S, Bench, running, target_service
+from tests.support.coordinator_bench import (
+    REQUEST,
+    STEP_S,
+    Bench,
+    running,
+    target_service,
+    tokens_of,
+)
 from tests.support.session_links import OneToken
 from tests.support.toy_engine import ToyEngine
 
@@ -167,3 +176,44 @@ async def test_a_round_whose_text_is_not_indexed_says_nothing_of_acceptance(
     async with running(made) as bench:
         await bench.events(replace(LOOKED_UP, prompt=(1, 2, 3) * 8, max_tokens=30))
     assert any(result.num_asked > 0 for result in results) is is_indexed
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("lookup_on", ["target", "coordinator"])
+@pytest.mark.parametrize("how", ["whole", "stopped", "left", "repeated"])
+async def test_a_target_may_learn_what_the_store_has_of_an_ended_session(
+    how: str, lookup_on: str
+) -> None:
+    """Not what it has decided beyond the end. And nothing of a session without an end, or with the
+    seed of another."""
+    target, released = target_service(ToyEngine(2), lookup=NgramDrafter()), list[Any]()
+    target.release = lambda *arguments: released.append(arguments[2])  # type: ignore[method-assign]
+    made = Bench(target=target, **RESIDENT | {"lookup_on": lookup_on})
+    stops = SamplingParams(stop_token_ids=(1,) if how == "stopped" else ())
+    prompt = (0, 1) * 5
+    request = replace(LOOKED_UP, prompt=prompt, sampling=stops, rule=Rule.TOKEN, seed=4)
+    seeds = {"stopped": range(40), "repeated": (4, 4)}.get(how, (4,))
+    async with running(made) as bench:
+        for seed in seeds:
+            tokens = await told(bench, replace(request, seed=seed), leaves=how == "left")
+            async with asyncio.timeout(5):
+                while not released:
+                    await asyncio.sleep(STEP_S)
+            learned = released.pop()
+            if learned is not None:
+                text = TokenSequence((*prompt, *tokens))
+                assert len(text) - 4 <= learned.length <= len(text)
+                assert text.holds(learned.length, learned.digest)
+                assert how != "stopped" or tokens.index(1) == len(tokens) - 1
+    assert (learned is None) is (how in ("left", "repeated") or lookup_on == "coordinator")
+
+
+async def told(bench: Bench, request: GenerateRequest, *, leaves: bool) -> list[int]:
+    """The tokens of an answer, whose client leaves after the first ones or stays to the end."""
+    tokens: list[int] = []
+    async with aclosing(bench.service.streams.generate(request)) as events:
+        async for event in events:
+            tokens += tokens_of([event])
+            if leaves and tokens:
+                break
+    return tokens

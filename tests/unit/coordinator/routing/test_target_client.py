@@ -14,7 +14,7 @@ from coordinator.routing.drafts import LookupRequest
 from coordinator.routing.target_client import ANSWER_S, MISMATCHES_MAX
 from outrider import errors
 from outrider.foundation.refusals import REFUSALS
-from outrider.interfaces.messages import Resync, VerdictReply, VerifyItem
+from outrider.interfaces.messages import Prefix, Resync, VerdictReply, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
@@ -199,6 +199,16 @@ async def test_a_session_fails_if_the_verdicts_of_all_targets_are_on_other_token
     with pytest.raises(errors.InvariantError, match="other tokens"):
         await target_of(*links).verify(0, EncodedProposal())
     assert [len(link.sent) for link in links] == [MISMATCHES_MAX] * 2
+
+
+async def test_the_last_target_of_a_session_alone_may_learn_from_it() -> None:
+    one, learned = session(), Prefix(3, 7)
+    links = [ScriptedLink(verdict, errors.LinkLost("gone")), ScriptedLink(verdict)]
+    target = target_of(*links, one=one)
+    for index in range(2):
+        await play(target, one, index)
+    target.close(learned)
+    assert [link.learned for link in links] == [[None], [learned]]
 
 
 async def test_rounds_for_a_look_up_do_not_run_ahead_on_a_target_without_one() -> None:
