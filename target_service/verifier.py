@@ -67,6 +67,7 @@ and up to twice this if the rows of several sessions are copied into one tensor.
 class _Round(Work[VerifyItem]):
     proposal: Proposal
     has_looked_up = False
+    probed: tuple[int, ...] = ()
     step: SequenceStep  # asks for 0 logits if the step runs only a part of the prefix
     verify_input: VerifyInput
     history = NO_HISTORY
@@ -202,7 +203,7 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         self._expected: dict[int, _Round] = {}  # by the id of the item
 
     def expect(self, item: VerifyItem) -> None:
-        if item.num_lookup_tokens:
+        if item.num_lookup_tokens or item.num_probe_tokens:
             return  # A look-up reads the engine's tokens, and the engine runs a pass.
         work = _Round(item)
         self._admission.validate(work, self._validate)
@@ -257,14 +258,18 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             raise BadRequest("sampling.top_k", reason)
         require_q(item.proposal, head.rule)
         work.proposal = item.proposal.decode()
-        if item.num_lookup_tokens and not work.proposal.token_ids and self._lookups is not None:
+        num_wanted = item.num_lookup_tokens or item.num_probe_tokens
+        if num_wanted and not work.proposal.token_ids and self._lookups is not None:
             held = self._engine.tokens(head.session_id)
-            room = min(item.num_lookup_tokens, info.max_model_len - length)
+            room = min(num_wanted, info.max_model_len - length)
             if item.num_tokens_left:
                 room = min(room, item.num_tokens_left - 1)  # The round ends with another token.
             found = self._lookups.propose(head, sampling, held, room, item.lookup_min_chance)
-            if found is not None:
-                work.proposal, work.has_looked_up = found, True
+            work.has_looked_up = found is not None
+            if found is not None and item.num_lookup_tokens:
+                work.proposal = found
+            elif found is not None:
+                work.probed = found.token_ids
 
     def _prepare(self, work: _Round, admitted: Admitted) -> None:
         head, proposal, aligned = work.head, work.proposal, admitted.aligned
@@ -333,6 +338,7 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             logprobs,
             looked_up=() if item.proposal.token_ids else proposal.token_ids,
             has_looked_up=work.has_looked_up,
+            probed=work.probed,
             committed_length=work.head.committed_length,
             prefix_digest=held.digest(work.head.committed_length),
             audit=audited,

@@ -17,7 +17,14 @@ from coordinator.decoding.stored_bytes import StoredBytes
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import RoundLength, RoundResult
-from coordinator.routing.drafts import NO_LOOKUP, Drafted, Drafts, LookupRequest, drafted_by_target
+from coordinator.routing.drafts import (
+    NO_LOOKUP,
+    Drafted,
+    Drafts,
+    LookupProbe,
+    LookupRequest,
+    drafted_by_target,
+)
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable, check
@@ -270,7 +277,7 @@ class SessionRun:
         length, noise = self._begin(index)
         lookup = NO_LOOKUP
         if self._target_drafts:
-            lookup = LookupRequest(length.num_draft_tokens, length.min_chance, indexes=True)
+            lookup = self._lookup_request(length)
         drafted = await self._propose(index, length, noise, lookup)
         wanted = self._draft.next_round_request(length)
         self._observer.asked("target")
@@ -345,12 +352,32 @@ class SessionRun:
         if self._lengths.adapts:
             self._note(drafted, reply, outcome, now)
         if self._probe is not None:
-            self._probe.note(asked.length.num_draft_tokens, noise, outcome.token_ids[0])
+            self._compare(self._probe, asked, reply, outcome.token_ids[0])
         if not asked.length.is_timed:
             self._trial = None  # See `DrafterSums`.
         if self._trial is not None and asked.index > 0:
             self._trial.note(outcome.num_accepted, len(outcome.token_ids), now - asked.began_at)
         return self._add(decided, asked, reply, verify_s, outcome)
+
+    def _lookup_request(self, length: RoundLength) -> LookupRequest:
+        """Returns what the target's look-up should propose or show."""
+        num, least = length.num_draft_tokens, length.min_chance
+        num_probed = 0 if num or self._probe is None else self._probe.num_wanted
+        if num_probed:
+            least = self._lengths.min_chance
+        return LookupRequest(num, least, True, num_probed)
+
+    def _compare(
+        self, probe: LookupProbe, asked: _AskedRound, reply: VerdictReply, token_id: int
+    ) -> None:
+        """Compares a token with the look-up of whoever drafts."""
+
+        def look_up() -> tuple[int, ...] | None:
+            if self._target_drafts:
+                return reply.probed if reply.has_looked_up else None
+            return self._draft.show(asked.noise, self._lengths.min_chance)
+
+        probe.note(asked.length.num_draft_tokens, token_id, look_up)
 
     async def _propose(
         self, index: int, length: RoundLength, noise: RoundNoise, lookup: LookupRequest

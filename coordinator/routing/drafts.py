@@ -2,6 +2,7 @@
 without a model. `draft_client.py` has the sources that ask a model."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Literal
 
 from coordinator.draft_length.controller import LengthControl
@@ -74,6 +75,8 @@ class LookupRequest:
     """See `DraftRequest.min_chance`."""
     indexes: bool = False
     """See `VerifyItem.indexes`."""
+    num_probed: int = 0
+    """See `VerifyItem.num_probe_tokens`."""
 
 
 NO_LOOKUP = LookupRequest()
@@ -122,10 +125,7 @@ class LookupProbe:
     """Looks up tokens during plain rounds, and compares them with the committed tokens, so that
     length control learns how many draft tokens would be accepted."""
 
-    def __init__(
-        self, lookup: SessionLookup, lengths: LengthControl, num_draft_tokens: int
-    ) -> None:
-        self._lookup = lookup
+    def __init__(self, lengths: LengthControl, num_draft_tokens: int) -> None:
         self._lengths = lengths
         self._num_draft_tokens = num_draft_tokens
         self._guess: tuple[int, ...] | None = None
@@ -136,19 +136,27 @@ class LookupProbe:
         """Number of rounds until the next look-up."""
         self._interval = WATCH_ROUNDS_MIN
 
-    def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
-        """Compares the first token of a round with the look-up. Must be called after each round,
-        before the round's tokens are added to the session. A round that asked for draft tokens
-        (`num_asked` > 0) ends the comparison."""
+    @property
+    def num_wanted(self) -> int:
+        """Number of tokens that the target's look-up should show; 0 = no comparison is due."""
+        is_due = self._guess is None and self._rounds_left <= 1
+        return self._num_draft_tokens if is_due else 0
+
+    def note(
+        self, num_asked: int, token_id: int, look_up: Callable[[], tuple[int, ...] | None]
+    ) -> None:
+        """Compares the first token of a round with what `look_up` returns (None = nothing yet),
+        which is called if a comparison is due. Must be called after each round, before the round's
+        tokens are added to the session. A round that asked for draft tokens (`num_asked` > 0) ends
+        the comparison."""
         if num_asked > 0:
             self._guess = None
             return
         self._rounds_left -= 1
         if self._guess is None:
-            if self._rounds_left > 0:
+            if self._rounds_left > 0 or (guess := look_up()) is None:
                 return
-            least = self._lengths.min_chance
-            self._guess = self._lookup.propose(self._num_draft_tokens, noise, least)[0].token_ids
+            self._guess = guess
             self._num_followed, self._rounds_left = 0, self._interval
         num_drafted = len(self._guess)
         if self._num_followed < num_drafted and self._guess[self._num_followed] == token_id:
@@ -178,6 +186,10 @@ class Drafts:
         """Returns a probe with which `lengths` learns from plain rounds; None if a replica must
         draft for that."""
         return None
+
+    def show(self, noise: RoundNoise, min_chance: float) -> tuple[int, ...]:
+        """Looks tokens up for a `probe`. Is called only if there is one."""
+        raise NotImplementedError
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -233,7 +245,10 @@ class LookupDrafts(Drafts):
         self.by_target = by_target
 
     def probe(self, lengths: LengthControl) -> LookupProbe:
-        return LookupProbe(self._lookup, lengths, self.max_tokens)
+        return LookupProbe(lengths, self.max_tokens)
+
+    def show(self, noise: RoundNoise, min_chance: float) -> tuple[int, ...]:
+        return self._lookup.propose(self.max_tokens, noise, min_chance)[0].token_ids
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         loop = asyncio.get_running_loop()

@@ -239,6 +239,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             lookup.num_tokens,
             lookup.min_chance,
             lookup.indexes,
+            lookup.num_probed,
             num_tokens_left,
             parameters.ignore_eos,
             self._audits,

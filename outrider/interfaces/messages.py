@@ -123,6 +123,10 @@ class VerifyItem:
     indexes: bool = False
     """Whether the target's look-up drafts for this session, in this or later rounds. The target
     then indexes the session's text."""
+    num_probe_tokens: int = 0
+    """For a round without draft tokens: the largest number of tokens that the target's look-up
+    shows, without verifying them. If the target runs ahead and has run this round, it shows them
+    for the next round that begins."""
     num_tokens_left: int = 0
     """Number of tokens that the completion has room for; 0 = not stated."""
     ignores_eos: bool = False
@@ -225,6 +229,8 @@ class VerdictReply:
     has_looked_up: bool = False
     """Whether the target's look-up has searched the session's text, perhaps in vain. It has not if
     the text is not indexed yet, or if it was not asked."""
+    probed: tuple[int, ...] = ()
+    """The tokens that the look-up shows (`VerifyItem.num_probe_tokens`)."""
     committed_length: int = 0
     """Number of committed tokens at the start of the round."""
     prefix_digest: int = 0

@@ -237,6 +237,26 @@ async def test_a_prompt_that_runs_in_parts_is_indexed_once() -> None:
         assert drafter.num_indexed == drafter.length(answers[0].key.session_id)
 
 
+async def test_a_plain_round_may_show_what_its_look_up_would_propose() -> None:
+    """One round of those that run ahead, because the coordinator compares its tokens with several
+    rounds."""
+    plain: dict[str, Any] = {"num_lookup_tokens": 0, "run_ahead": 4}
+    async with target() as setting, target() as other:
+        answers = await setting.send(question(num_probe_tokens=NUM_DRAFTED, **plain))
+        usual = await other.send(question(**plain))
+        assert [one.verdict for one in answers] == [one.verdict for one in usual]
+        assert not any(one.looked_up for one in answers)
+        assert [one.has_looked_up for one in answers] == [True, *[False] * 4]
+        assert answers[0].probed == looked_up(PROMPT, Rule.TOKEN)
+        found = texts(answers, Rule.TOKEN)
+        asked = {"base": len(found[2]) - 1, "round_index": 3, "num_probe_tokens": 2, "run_ahead": 5}
+        asked["num_tokens_left"] = MANY - 3
+        more = await setting.send(question(found[2], **plain | asked))
+        assert [one.key.round for one in more] == [5, 6, 7, 8]  # Others have run already.
+        assert [one.has_looked_up for one in more] == [True, *[False] * 3]
+        assert more[0].probed == looked_up(found[4], Rule.TOKEN, 2)
+
+
 def known(tokens: Sequence[int], length: int | None = None) -> Prefix:
     length = len(tokens) if length is None else length
     return Prefix(length, TokenSequence(tokens).digest(length))

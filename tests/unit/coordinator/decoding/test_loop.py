@@ -217,3 +217,26 @@ async def told(bench: Bench, request: GenerateRequest, *, leaves: bool) -> list[
             if leaves and tokens:
                 break
     return tokens
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("by_target", [False, True])
+async def test_plain_rounds_are_compared_with_the_look_up_that_would_draft(
+    by_target: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LengthControl, "_drafting_is_due", lambda *_: False)
+    any_chance = property(lambda _: 0.0, lambda *_: None)
+    monkeypatch.setattr(LengthControl, "min_chance", any_chance, raising=False)
+    noted: list[tuple[float, ...]] = []
+    monkeypatch.setattr(
+        LengthControl, "note_watched", lambda _, num_asked, survival: noted.append(survival)
+    )
+    target = target_service(ToyEngine(4), lookup=NgramDrafter() if by_target else None)
+    own = Mock(wraps=NgramDrafter())
+    made = Bench(target=target, length_control=True, fallback=own, **RESIDENT)
+    async with running(made) as bench:
+        rounds = reports(await bench.events(LOOKED_UP))
+    assert not any(one.proposed_token_ids for one in rounds)
+    assert len(noted) > 2
+    assert any(noted)
+    assert own.guess.called is not by_target
