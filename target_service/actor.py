@@ -8,6 +8,7 @@ from outrider.config.deployment import TargetConfig
 from outrider.replica.engines import batched_tokens
 from outrider.replica.grammars import build_grammars
 from outrider.replica.host import ReplicaHost
+from outrider.replica.lookups import build_lookup
 
 if TYPE_CHECKING:
     from outrider.interfaces.engine import Engine
@@ -24,8 +25,6 @@ class TargetActor(ReplicaHost):
     def build(
         self, config: TargetConfig, driver: ThreadDriver, engine: Any, costs: StepCosts | None
     ) -> TargetService:
-        from outrider.drafters.lookup import NgramDrafter
-
         from .service import TargetService
 
         return TargetService(
@@ -37,7 +36,7 @@ class TargetActor(ReplicaHost):
             self_drafter=self_drafter_of(engine),
             grammars=build_grammars(config, engine.info.eos_token_ids),
             stream_interval_ms=config.stream_interval_ms,
-            lookup=NgramDrafter(*config.lookup_ngrams) if any(config.lookup_ngrams) else None,
+            lookup=build_lookup(config.lookup),
         )
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import LookupDrafter
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.tokens import ContinuedTokens, TokenSequence
-from outrider.interfaces.messages import RoundHead
-from outrider.limits import SEQUENCES_PER_REPLICA_MAX
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.interfaces.messages import Prefix, RoundHead
+from outrider.limits import NUM_DRAFT_TOKENS_MAX, SEQUENCES_PER_REPLICA_MAX
+from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling_params import SamplingParams
 
 INDEXED_PER_STEP_MAX = 1024
-"""Number of tokens that all look-ups of a step may index, so that long prompts delay no step. A
+"""Number of tokens that are indexed or learned during a step, so that long texts delay no step. A
 session has no proposal until its text is indexed."""
+_INDEXED_BEFORE_STEP_MAX = NUM_DRAFT_TOKENS_MAX + 1
+"""Number of a session's tokens that are indexed before a step: those of the round before."""
 
 
 class TargetLookups:
@@ -21,15 +26,13 @@ class TargetLookups:
 
     def __init__(self, drafter: LookupDrafter) -> None:
         self._drafter = drafter
-        self._index_until = 0
         self._rounds: BoundedDict[str, tuple[int, int, int]] = BoundedDict(
             SEQUENCES_PER_REPLICA_MAX
         )
         """Epoch, round and committed length of each session's last look-up."""
-
-    def begin_step(self) -> None:
-        """Must be called before the look-ups of a step."""
-        self._index_until = self._drafter.num_indexed + INDEXED_PER_STEP_MAX
+        self._lessons: deque[Iterator[int]] = deque(maxlen=SEQUENCES_PER_REPLICA_MAX)
+        """Outputs that are not or partly learned. Each yields a number of tokens when it has
+        learned them. Beyond the limit, drops the oldest."""
 
     def propose(
         self,
@@ -38,35 +41,86 @@ class TargetLookups:
         held: TokenSequence,
         num_tokens: int,
         min_chance: float = 0.0,
-    ) -> Proposal:
+    ) -> Proposal | None:
         """Returns a proposal of at most `num_tokens` tokens. `held` are the tokens that the engine
-        holds of the session. If they lack a part of the stated prefix, the proposal is empty.
-        `min_chance`: see `DraftRequest`."""
+        holds of the session. Returns None if they lack a part of the stated prefix, or if the text
+        is not indexed yet. `min_chance`: see `DraftRequest`."""
         if not held.holds(head.base_length, head.prefix_digest):
-            return EMPTY_PROPOSAL
-        place = head.epoch, head.round, head.committed_length
+            return None
         # A round is looked up again if it found no pages, or if a step ran a part of its prefix.
+        # Then `held` may have other tokens after the prefix.
+        digests = None if self._begin(head) else held
+        request = _request(head, sampling, held, digests, num_tokens, min_chance)
+        guess = self._drafter.guess_soon(request, _INDEXED_BEFORE_STEP_MAX)
+        return None if guess is None else guess.proposal(request)
+
+    def index(
+        self,
+        texts: Sequence[tuple[RoundHead, SamplingParams]],
+        held: Callable[[str], TokenSequence],
+    ) -> None:
+        """Indexes the committed tokens of a step's sessions, at most `INDEXED_PER_STEP_MAX` tokens
+        in all. Must be called during the step, when the engine holds (`held`) the prefix that each
+        head states. The text that lacks the fewest tokens comes first, and lessons come last."""
+        lacking: list[tuple[int, DraftRequest]] = []
+        for head, sampling in texts:
+            self._begin(head)
+            num = head.committed_length - self._drafter.length(head.session_id)
+            if num > 0:
+                tokens = held(head.session_id)
+                lacking.append((num, _request(head, sampling, tokens, tokens)))
+        num_left = INDEXED_PER_STEP_MAX
+        for num, request in sorted(lacking, key=lambda entry: entry[0]):
+            self._drafter.index(request, num_left)
+            num_left -= min(num, num_left)
+            if num_left == 0:
+                break
+        while num_left > 0 and self._lessons:
+            num = next(self._lessons[0], 0)
+            num_left -= num
+            if num == 0:
+                self._lessons.popleft()
+
+    def learn(self, session_id: str, held: TokenSequence, learned: Prefix) -> None:
+        """Lets later steps learn the first tokens of a session that has ended, if they are among
+        those that the engine holds of it."""
+        if held.holds(learned.length, learned.digest):
+            tokens = ContinuedTokens(held.ids, learned.length, ())
+            self._lessons.append(self._drafter.end(session_id, tokens))
+
+    def forget(self, session_id: str) -> None:
+        """Frees the session's text, and learns nothing from it."""
+        self._rounds.pop(session_id, None)
+        self._drafter.forget(session_id)
+
+    def _begin(self, head: RoundHead) -> bool:
+        """Begins a round. Returns whether it was begun before."""
+        place = head.epoch, head.round, head.committed_length
         is_again = self._rounds.get(head.session_id) == place
         if not is_again and self._drafter.length(head.session_id) > head.base_length:
             # The text may have tokens that an earlier run of the session has lost.
             self.forget(head.session_id)
         self._rounds[head.session_id] = place
-        request = DraftRequest(
-            session_id=head.session_id,
-            tenant=head.tenant,
-            token_ids=ContinuedTokens(held.ids, head.base_length, head.append),
-            digests=None if is_again else held,
-            prompt_length=head.prompt_length,
-            num_draft_tokens=num_tokens,
-            sampling=sampling,
-            rule=head.rule,
-            noise=head.noise,
-            min_chance=min_chance,
-        )
-        guess = self._drafter.guess(request, self._index_until - self._drafter.num_indexed)
-        return guess.proposal(request)
+        return is_again
 
-    def forget(self, session_id: str) -> None:
-        """Frees the session's text."""
-        self._rounds.pop(session_id, None)
-        self._drafter.release(session_id)
+
+def _request(
+    head: RoundHead,
+    sampling: SamplingParams,
+    held: TokenSequence,
+    digests: TokenSequence | None,
+    num_tokens: int = 0,
+    min_chance: float = 0.0,
+) -> DraftRequest:
+    return DraftRequest(
+        session_id=head.session_id,
+        tenant=head.tenant,
+        token_ids=ContinuedTokens(held.ids, head.base_length, head.append),
+        digests=digests,
+        prompt_length=head.prompt_length,
+        num_draft_tokens=num_tokens,
+        sampling=sampling,
+        rule=head.rule,
+        noise=head.noise,
+        min_chance=min_chance,
+    )

@@ -123,6 +123,8 @@ class RunAhead:
         self._has_ended = False
         """Whether the last reply ends the completion."""
         self._foreseen: VerifyItem | None = None
+        self._num_probe_tokens = 0
+        """`VerifyItem.num_probe_tokens` of the next round that is formed."""
 
     @property
     def _last_round(self) -> int:
@@ -145,8 +147,11 @@ class RunAhead:
             and start.digest == other.committed_digest
             and self._tokens_left(start.length)
             == (item.num_tokens_left, item.num_lookup_tokens, item.ignores_eos)
-            and (item.num_logprobs, item.lookup_min_chance)
-            == (self._item.num_logprobs, self._item.lookup_min_chance)
+            and item.num_logprobs == self._item.num_logprobs
+            and (
+                item.num_lookup_tokens == 0
+                or item.lookup_min_chance == self._item.lookup_min_chance
+            )
             and (other.epoch, other.rule, other.seed, other.prompt_length, other.sampling)
             == (own.epoch, own.rule, own.seed, own.prompt_length, own.sampling)
             and other.constraint_hash == own.constraint_hash
@@ -171,6 +176,7 @@ class RunAhead:
         del self.replies[:rounds]
         del self._starts[:rounds]
         self._foreseen = None
+        self._num_probe_tokens = work.item.num_probe_tokens or self._num_probe_tokens
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
         if self.request is not None:
             self.request.sender = work.sender
@@ -231,6 +237,8 @@ class RunAhead:
             completed(item.head, append=(start.last_token,))
         elif rounds > 0:
             item = self._later_round(start, rounds)
+        if rounds > 0:
+            self._num_probe_tokens = 0
         self.request = StepRequest(item, self._sender, now, self._expires_at)
         return self.request
 
@@ -247,5 +255,10 @@ class RunAhead:
         )
         left, num_lookup, _ = self._tokens_left(start.length)
         return replaced(
-            item, head=head, features_from=None, num_tokens_left=left, num_lookup_tokens=num_lookup
+            item,
+            head=head,
+            features_from=None,
+            num_tokens_left=left,
+            num_lookup_tokens=num_lookup,
+            num_probe_tokens=self._num_probe_tokens,
         )

@@ -52,6 +52,7 @@ class TargetService(SteppedService[VerifyItem]):
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),
             drafts_itself=self_drafter is not None,
+            looks_up=lookup is not None,
             shows_features=verifier.keeper is not None,
             draft_note="" if layer is None else layer.note,
         )

@@ -25,7 +25,7 @@ from outrider.foundation.tokens import extend_digest
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import AllowedTokens, TokenMask
 from outrider.interfaces.engine import DraftingEngine, Engine, FeatureKeeper, SequenceStep
-from outrider.interfaces.messages import PositionLogprobs, VerdictReply, VerifyItem
+from outrider.interfaces.messages import PositionLogprobs, Prefix, VerdictReply, VerifyItem
 from outrider.kernels.threads import on_threads
 from outrider.limits import FEATURES_STEP_BYTES_MAX
 from outrider.models.draft_head import LoadedDraftHead
@@ -66,6 +66,8 @@ and up to twice this if the rows of several sessions are copied into one tensor.
 
 class _Round(Work[VerifyItem]):
     proposal: Proposal
+    has_looked_up = False
+    probed: tuple[int, ...] = ()
     step: SequenceStep  # asks for 0 logits if the step runs only a part of the prefix
     verify_input: VerifyInput
     history = NO_HISTORY
@@ -201,7 +203,7 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         self._expected: dict[int, _Round] = {}  # by the id of the item
 
     def expect(self, item: VerifyItem) -> None:
-        if item.num_lookup_tokens:
+        if item.num_lookup_tokens or item.num_probe_tokens:
             return  # A look-up reads the engine's tokens, and the engine runs a pass.
         work = _Round(item)
         self._admission.validate(work, self._validate)
@@ -210,8 +212,6 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
     def prepare(self, items: Sequence[VerifyItem]) -> list[_Round]:
         expected, self._expected = self._expected, {}
         rounds = [expected.get(id(item)) or _Round(item) for item in items]
-        if self._lookups is not None:
-            self._lookups.begin_step()
         self._admission.admit(rounds, self._validate, self._prepare)
         return rounds
 
@@ -221,6 +221,9 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             passes = self._admission.passes(admitted, self._launch)
 
         def wait() -> list[StepAnswer]:
+            if self._lookups is not None:
+                texts = [(work.head, work.sampling) for work in admitted if work.item.indexes]
+                self._lookups.index(texts, self._engine.tokens)
             with torch.inference_mode():
                 for rounds, logits in passes:
                     self._finish(rounds, logits)
@@ -228,6 +231,10 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             return [work.result for work in prepared]
 
         return wait
+
+    def learn(self, session_id: str, learned: Prefix) -> None:
+        if self._lookups is not None:
+            self._lookups.learn(session_id, self._engine.tokens(session_id), learned)
 
     def _validate(self, work: _Round) -> None:
         info, item, head = self._engine.info, work.item, work.head
@@ -251,13 +258,18 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             raise BadRequest("sampling.top_k", reason)
         require_q(item.proposal, head.rule)
         work.proposal = item.proposal.decode()
-        if item.num_lookup_tokens and not work.proposal.token_ids and self._lookups is not None:
+        num_wanted = item.num_lookup_tokens or item.num_probe_tokens
+        if num_wanted and not work.proposal.token_ids and self._lookups is not None:
             held = self._engine.tokens(head.session_id)
-            room = min(item.num_lookup_tokens, info.max_model_len - length)
+            room = min(num_wanted, info.max_model_len - length)
             if item.num_tokens_left:
                 room = min(room, item.num_tokens_left - 1)  # The round ends with another token.
-            least = item.lookup_min_chance
-            work.proposal = self._lookups.propose(head, sampling, held, room, least)
+            found = self._lookups.propose(head, sampling, held, room, item.lookup_min_chance)
+            work.has_looked_up = found is not None
+            if found is not None and item.num_lookup_tokens:
+                work.proposal = found
+            elif found is not None:
+                work.probed = found.token_ids
 
     def _prepare(self, work: _Round, admitted: Admitted) -> None:
         head, proposal, aligned = work.head, work.proposal, admitted.aligned
@@ -325,6 +337,8 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             cached_length,
             logprobs,
             looked_up=() if item.proposal.token_ids else proposal.token_ids,
+            has_looked_up=work.has_looked_up,
+            probed=work.probed,
             committed_length=work.head.committed_length,
             prefix_digest=held.digest(work.head.committed_length),
             audit=audited,

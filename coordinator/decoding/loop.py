@@ -17,13 +17,20 @@ from coordinator.decoding.stored_bytes import StoredBytes
 from coordinator.decoding.trial import SessionTrial
 from coordinator.draft_length.controller import LengthControl
 from coordinator.draft_length.policy import RoundLength, RoundResult
-from coordinator.routing.drafts import Drafted, Drafts, drafted_by_target
+from coordinator.routing.drafts import (
+    NO_LOOKUP,
+    Drafted,
+    Drafts,
+    LookupProbe,
+    LookupRequest,
+    drafted_by_target,
+)
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable, check
 from outrider.foundation.logs import about, identify
 from outrider.foundation.values import replaced, value
-from outrider.interfaces.messages import PositionLogprobs, VerdictReply
+from outrider.interfaces.messages import PositionLogprobs, Prefix, VerdictReply
 from outrider.interfaces.request import Event, Finished, Metrics, RoundReport, Tokens, Usage
 from outrider.sessions.store import Counters, FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin, Outcome, decide, survival
@@ -171,10 +178,20 @@ class SessionRun:
             self._task.result()
         self._output.end()
         self._lengths.close()
-        self._target.close()
+        self._target.close(self._learned())
         self._draft.close()
         if self._trial is not None:
             self._trial.end()
+
+    def _learned(self) -> Prefix | None:
+        """Returns what the target's look-up may learn: the tokens that the target holds, if the
+        store has them and the session's end. None if nothing may be learned, for example because
+        the target has drafted for no round, or another session has this session's seed."""
+        session = self.session
+        if not (self.is_recorded and self._draft.by_target):
+            return None
+        length = min(self._target.cached_length, session.length)
+        return Prefix(length, session.tokens.digest(length))
 
     async def close(self) -> None:
         """Commits the last tokens, and cancels an unfinished session unless it is handed over."""
@@ -258,7 +275,10 @@ class SessionRun:
         continues."""
         index, began_at = decided.next_round, self._clock()
         length, noise = self._begin(index)
-        drafted = await self._propose(index, length, noise)
+        lookup = NO_LOOKUP
+        if self._target_drafts:
+            lookup = self._lookup_request(length)
+        drafted = await self._propose(index, length, noise, lookup)
         wanted = self._draft.next_round_request(length)
         self._observer.asked("target")
         asked = _AskedRound(index, length, noise, drafted, began_at, self._clock())
@@ -268,7 +288,7 @@ class SessionRun:
             length.run_ahead,
             wanted,
             num_tokens_left=self._completion.remaining,
-            lookup=self._draft.lookup_request(length),
+            lookup=lookup,
         )
         return self._decide(decided, asked, reply)
 
@@ -285,9 +305,15 @@ class SessionRun:
         asked = _AskedRound(index, length, noise, drafted, now, now)
         return self._decide(decided, asked, reply)
 
+    @property
+    def _target_drafts(self) -> bool:
+        """Whether the look-up of the session's present target drafts for a timed round."""
+        return self._draft.by_target and self._target.looks_up
+
     def _begin(self, index: int) -> tuple[RoundLength, RoundNoise]:
         self._observer.round_began(index)
-        length = self._lengths.choose(self._completion.remaining)
+        remaining, by_target = self._completion.remaining, self._target_drafts
+        length = self._lengths.choose(remaining, by_target=by_target)
         if self._draft.by_target and not length.is_timed:
             # What the target has indexed so far, and for which sessions it has pages, may depend on
             # the other session with this seed.
@@ -309,8 +335,10 @@ class SessionRun:
         )
         self._draft.on_verdict(reply)
         proposal_ids = self._target.verified.token_ids
-        if self._draft.by_target:
-            asked = replaced(asked, drafted=replaced(asked.drafted, proposal=self._target.verified))
+        if asked.drafted.by_target:
+            num_asked = asked.drafted.num_asked if reply.has_looked_up else 0
+            drafted = replaced(asked.drafted, proposal=self._target.verified, num_asked=num_asked)
+            asked = replaced(asked, drafted=drafted)
         drafted = asked.drafted
         if len(proposal_ids) < len(drafted.proposal.token_ids):
             self._draft.reject()
@@ -324,16 +352,40 @@ class SessionRun:
         if self._lengths.adapts:
             self._note(drafted, reply, outcome, now)
         if self._probe is not None:
-            self._probe.note(asked.length.num_draft_tokens, noise, outcome.token_ids[0])
+            self._compare(self._probe, asked, reply, outcome.token_ids[0])
         if not asked.length.is_timed:
             self._trial = None  # See `DrafterSums`.
         if self._trial is not None and asked.index > 0:
             self._trial.note(outcome.num_accepted, len(outcome.token_ids), now - asked.began_at)
         return self._add(decided, asked, reply, verify_s, outcome)
 
-    async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
+    def _lookup_request(self, length: RoundLength) -> LookupRequest:
+        """Returns what the target's look-up should propose or show."""
+        num, least = length.num_draft_tokens, length.min_chance
+        num_probed = 0 if num or self._probe is None else self._probe.num_wanted
+        if num_probed:
+            least = self._lengths.min_chance
+        return LookupRequest(num, least, True, num_probed)
+
+    def _compare(
+        self, probe: LookupProbe, asked: _AskedRound, reply: VerdictReply, token_id: int
+    ) -> None:
+        """Compares a token with the look-up of whoever drafts."""
+
+        def look_up() -> tuple[int, ...] | None:
+            if self._target_drafts:
+                return reply.probed if reply.has_looked_up else None
+            return self._draft.show(asked.noise, self._lengths.min_chance)
+
+        probe.note(asked.length.num_draft_tokens, token_id, look_up)
+
+    async def _propose(
+        self, index: int, length: RoundLength, noise: RoundNoise, lookup: LookupRequest
+    ) -> Drafted:
         if length.num_draft_tokens == 0:
             return _NOT_DRAFTED
+        if lookup.num_tokens:
+            return drafted_by_target(length)
         self._observer.asked("draft")
         drafted = await self._draft.propose(index, length, noise)
         if drafted.ahead:

@@ -75,12 +75,7 @@ class RunStarter:
                 drafter = tried.description if is_new else None
             record = session.record
             lengths = self.lengths.open(
-                record.rule,
-                record.seed,
-                draft.max_tokens,
-                record.prompt_length,
-                drafter,
-                by_target=draft.by_target,
+                record.rule, record.seed, draft.max_tokens, record.prompt_length, drafter
             )
             run = SessionRun(
                 context,

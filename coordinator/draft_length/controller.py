@@ -17,6 +17,7 @@ import math
 import sys
 from bisect import bisect
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,11 @@ PRIOR_ROUNDS = 12.0
 """The prior of an average weighs as much as this many rounds."""
 CHOICE_ROUNDS = 4
 """Number of drafting rounds (K > 0) after which K is chosen again."""
+KEPT_LOSS = 0.02
+"""If the target's look-up drafts, a new K ends the rounds that run ahead. So K is kept if it loses
+at most this share of the rate of the best K, and `KEPT_CHANCE` holds."""
+KEPT_CHANCE = 0.05
+"""Largest difference between the best `RoundLength.min_chance` and that of a K that is kept."""
 PLAIN_GAIN = 0.03
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
 PLAIN_ROUNDS, PLAIN_ROUNDS_MAX = 16, 128
@@ -152,22 +158,20 @@ class LengthControls:
         num_draft_tokens: int,
         prompt_length: int,
         tried: ReplicaDescription | None = None,
-        *,
-        by_target: bool = False,
     ) -> LengthControl:
         """Begins a session whose rounds ask for at most `num_draft_tokens` tokens. `tried` is the
-        session's drafter if this drafter is on trial. `by_target` states whether the target's
-        look-up drafts. Under the rules token and block, a session that repeats a seed gets a fixed
-        K. So does the first session with this seed, if it still runs."""
+        session's drafter if this drafter is on trial. Under the rules token and block, a session
+        that repeats a seed gets a fixed K. So does the first session with this seed, if it still
+        runs."""
         self.load.num_sessions += 1
         bounds = num_draft_tokens, prompt_length
         if rule.absolute_noise:
-            return LengthControl(self, self.learned(tried), rule, *bounds, by_target=by_target)
+            return LengthControl(self, self.learned(tried), rule, *bounds)
         if seed in self._firsts:
             if (running := self._firsts[seed]) is not None:
                 running.fix()
             nothing = self._nothing_learned(tried, Load())
-            repeated = LengthControl(self, nothing, rule, *bounds, by_target=by_target)
+            repeated = LengthControl(self, nothing, rule, *bounds)
             repeated.fix()
             return repeated
         if len(self._firsts) >= DRAFTED_SEEDS_MAX:
@@ -177,7 +181,7 @@ class LengthControls:
                 known: control for known, control in self._firsts.items() if control is not None
             }
             self._learned.clear()
-        first = LengthControl(self, self.learned(tried), rule, *bounds, seed, by_target=by_target)
+        first = LengthControl(self, self.learned(tried), rule, *bounds, seed)
         self._firsts[seed] = first
         return first
 
@@ -220,6 +224,16 @@ class _Option:
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
 
 
+class _Plan(NamedTuple):
+    """Rounds that follow those that are planned."""
+
+    option: _Option
+    num_rounds: int = 0
+    """Not set for a plain phase."""
+    ends: bool = False
+    """Whether drafting certainly follows these plain rounds."""
+
+
 _PLAIN = _Option(0)
 _FIRST = _Option(0)
 """The first round of a drafting session has no proposal, so that the first token comes sooner."""
@@ -236,11 +250,8 @@ class LengthControl:
         num_draft_tokens: int,
         prompt_length: int,
         seed: int | None = None,
-        *,
-        by_target: bool = False,
     ) -> None:
         """`seed` is None for a session that is not in `LengthControls._firsts`."""
-        self._by_target = by_target
         experience = learned.by_rule[rule]
         of_size = experience.by_size[bisect(PROMPT_SIZES, prompt_length)]
         self._controls = controls
@@ -260,6 +271,10 @@ class LengthControl:
         """Number of rounds of the next plain phase."""
         self._plain_ends = False
         """Whether drafting certainly follows the current plain phase."""
+        self._following: _Plan | None = None
+        """What certainly follows the planned rounds with drafts; None = not decided."""
+        self._num_drafted = 0
+        """Number of rounds with drafts from which the session has learned."""
         self._planned = _FIRST if num_draft_tokens else _PLAIN
         """The option of the `_num_planned` rounds that are planned after `_next`."""
         self._num_planned = 1 if num_draft_tokens else _ENDLESS
@@ -302,7 +317,7 @@ class LengthControl:
             self._fix(_best([plain, *drafted]).num_draft_tokens)
 
     def _fix(self, num_draft_tokens: int) -> None:
-        self.adapts, self._plain_ends = False, True
+        self.adapts, self._plain_ends, self._following = False, True, None
         self._fixed = _Option(num_draft_tokens) if num_draft_tokens else _PLAIN
         if self._fixed is _PLAIN:
             self._planned, self._num_planned = _PLAIN, _ENDLESS
@@ -311,16 +326,18 @@ class LengthControl:
         elif self._planned is not _PLAIN:
             self._num_planned = 0
 
-    def choose(self, num_left: int) -> RoundLength:
+    def choose(self, num_left: int, *, by_target: bool = False) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
         including the correction or bonus. The last call of `note` does not influence this length,
-        because a target or draft that works ahead may already have drawn tokens of this round."""
+        because a target or draft that works ahead may already have drawn tokens of this round.
+        `by_target` states whether the target's look-up drafts, so that this round and later rounds
+        with the same K may run ahead."""
         self._follows_plain = self._current is _PLAIN
         self._current = current = self._next or self._take_planned()
         run_ahead = 0
-        if current is _PLAIN or (self._by_target and self.is_timed):
+        if current is _PLAIN or (by_target and self.is_timed):
             run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
-        self._plan()
+        self._plan(runs_ahead=by_target and self.is_timed)
         self._next = following = self._take_planned()
         self._num_asked = min(current.num_draft_tokens, num_left - 1)
         num_next = max(0, min(following.num_draft_tokens, num_left - 2))
@@ -353,6 +370,7 @@ class LengthControl:
             if self._follows_plain:
                 costs.note_plain(round_s, result.context)
         elif result.num_asked > 0:
+            self._num_drafted += 1
             costs.note_drafted(result, round_s, is_typical=self._num_missed == 0)
             self.note_watched(result.num_asked, result.survival)
         elif result.draft_s > 0 and self._num_missed == 0:
@@ -376,34 +394,61 @@ class LengthControl:
         self._num_planned -= 1
         return self._planned
 
-    def _plan(self) -> None:
+    def _plan(self, *, runs_ahead: bool) -> None:
         """Plans further rounds if no planned round is left. Decides before the end of a plain phase
-        whether the phase continues, so that the target can run ahead."""
+        whether the phase continues, so that the target can run ahead. If rounds with drafts run
+        ahead (`runs_ahead`), decides early what follows them, too."""
         in_phase = self._planned is _PLAIN and not self._plain_ends
-        if self._num_planned > in_phase * self._controls.run_ahead_rounds:
+        is_draft = self._planned.num_draft_tokens > 0
+        is_early = in_phase or (
+            runs_ahead
+            and is_draft
+            and self._following is None
+            and self._num_drafted >= CHOICE_ROUNDS
+        )
+        if self._num_planned > is_early * self._controls.run_ahead_rounds:
             return
         if self._fixed is not None:
             self._planned, self._num_planned = self._fixed, _ENDLESS
             return
-        drafted, plain = self._options()
-        best, largest = _best(drafted), drafted[-1]
-        if in_phase and self._num_planned > 0:
-            self._plain_ends = self._drafting_is_due(best, plain)
-            if not self._plain_ends:
-                self._begin_plain(self._num_planned)
-            return
-        follows_draft = self._planned.num_draft_tokens > 0
-        self._planned, self._num_planned = best, CHOICE_ROUNDS
-        if not follows_draft:
-            return
-        if plain.rate > (1.0 + PLAIN_GAIN) * best.rate:
+        following, self._following = self._following, None
+        if following is None:
+            drafted, plain = self._options()
+            best = _best(drafted)
+            if in_phase and self._num_planned > 0:
+                self._plain_ends = self._drafting_is_due(best, plain)
+                if not self._plain_ends:
+                    self._begin_plain(self._num_planned)
+                return
+            following = _Plan(best, CHOICE_ROUNDS)
+            if is_draft:
+                following = self._after_drafts(drafted, plain, keeps=runs_ahead)
+        if following.option is self._planned:
+            self._num_planned += following.num_rounds
+        elif self._num_planned > 0:
+            self._following = following
+        elif following.option is _PLAIN and not following.ends:
             self._begin_plain()
-        elif self._tries_plain(best, plain):
-            self._planned, self._num_planned, self._plain_ends = _PLAIN, PLAIN_TRIED_ROUNDS, True
-        elif largest is not best and self._experience.spend(
+        else:
+            self._planned, self._num_planned, self._plain_ends = following
+
+    def _after_drafts(self, drafted: list[_Option], plain: _Option, *, keeps: bool) -> _Plan:
+        """Returns what follows the planned rounds with drafts. With `keeps`, their option may go
+        on although it is not quite the best."""
+        best, largest, planned = _best(drafted), drafted[-1], self._planned
+        if plain.rate > (1.0 + PLAIN_GAIN) * best.rate:
+            return _Plan(_PLAIN)
+        if self._tries_plain(best, plain):
+            return _Plan(_PLAIN, PLAIN_TRIED_ROUNDS, ends=True)
+        if largest is not best and self._experience.spend(
             best.rate * largest.seconds - largest.num_tokens
         ):
-            self._planned, self._num_planned = largest, 1
+            return _Plan(largest, 1)
+        rate = drafted[planned.num_draft_tokens - 1].rate
+        is_near = abs(best.min_chance - planned.min_chance) <= KEPT_CHANCE
+        if keeps and is_near and rate >= (1.0 - KEPT_LOSS) * best.rate:
+            return _Plan(planned, CHOICE_ROUNDS)
+        return _Plan(best, CHOICE_ROUNDS)
 
     def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether drafting is expected to gain tokens over plain decoding, or the exploration

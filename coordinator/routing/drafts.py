@@ -2,6 +2,7 @@
 without a model. `draft_client.py` has the sources that ask a model."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Literal
 
 from coordinator.draft_length.controller import LengthControl
@@ -41,12 +42,15 @@ class Drafted:
     """Whether the proposal arrived before the round began."""
     beside: DraftedBeside | None = None
     """Set if the target drafted the proposal and sent it with the previous verdict."""
+    by_target: bool = False
+    """Whether the target's look-up drafts. The verdict then states the proposal."""
 
 
 def drafted_by_target(length: RoundLength) -> Drafted:
     """Returns what is known of a round for which the target's look-up drafts, before its verdict
     states the proposal."""
-    return Drafted(EMPTY_ENCODED_PROPOSAL, "local", seconds=0.0, num_asked=length.num_draft_tokens)
+    num_asked = length.num_draft_tokens
+    return Drafted(EMPTY_ENCODED_PROPOSAL, "local", 0.0, num_asked, by_target=True)
 
 
 @value(frozen=True, slots=True)
@@ -69,6 +73,10 @@ class LookupRequest:
     """Largest number of tokens."""
     min_chance: float = 0.0
     """See `DraftRequest.min_chance`."""
+    indexes: bool = False
+    """See `VerifyItem.indexes`."""
+    num_probed: int = 0
+    """See `VerifyItem.num_probe_tokens`."""
 
 
 NO_LOOKUP = LookupRequest()
@@ -117,10 +125,7 @@ class LookupProbe:
     """Looks up tokens during plain rounds, and compares them with the committed tokens, so that
     length control learns how many draft tokens would be accepted."""
 
-    def __init__(
-        self, lookup: SessionLookup, lengths: LengthControl, num_draft_tokens: int
-    ) -> None:
-        self._lookup = lookup
+    def __init__(self, lengths: LengthControl, num_draft_tokens: int) -> None:
         self._lengths = lengths
         self._num_draft_tokens = num_draft_tokens
         self._guess: tuple[int, ...] | None = None
@@ -131,19 +136,27 @@ class LookupProbe:
         """Number of rounds until the next look-up."""
         self._interval = WATCH_ROUNDS_MIN
 
-    def note(self, num_asked: int, noise: RoundNoise, token_id: int) -> None:
-        """Compares the first token of a round with the look-up. Must be called after each round,
-        before the round's tokens are added to the session. A round that asked for draft tokens
-        (`num_asked` > 0) ends the comparison."""
+    @property
+    def num_wanted(self) -> int:
+        """Number of tokens that the target's look-up should show; 0 = no comparison is due."""
+        is_due = self._guess is None and self._rounds_left <= 1
+        return self._num_draft_tokens if is_due else 0
+
+    def note(
+        self, num_asked: int, token_id: int, look_up: Callable[[], tuple[int, ...] | None]
+    ) -> None:
+        """Compares the first token of a round with what `look_up` returns (None = nothing yet),
+        which is called if a comparison is due. Must be called after each round, before the round's
+        tokens are added to the session. A round that asked for draft tokens (`num_asked` > 0) ends
+        the comparison."""
         if num_asked > 0:
             self._guess = None
             return
         self._rounds_left -= 1
         if self._guess is None:
-            if self._rounds_left > 0:
+            if self._rounds_left > 0 or (guess := look_up()) is None:
                 return
-            least = self._lengths.min_chance
-            self._guess = self._lookup.propose(self._num_draft_tokens, noise, least)[0].token_ids
+            self._guess = guess
             self._num_followed, self._rounds_left = 0, self._interval
         num_drafted = len(self._guess)
         if self._num_followed < num_drafted and self._guess[self._num_followed] == token_id:
@@ -166,13 +179,17 @@ class Drafts:
     max_tokens: int
     """Largest number of draft tokens of a round. If it is 0, `propose` is never called."""
     by_target = False
-    """Whether the target's look-up proposes. `propose` then returns an empty proposal. Must be set
-    to False for rounds that are not timed (`RoundLength.is_timed`)."""
+    """Whether the target's look-up should draft for timed rounds (`RoundLength.is_timed`). For
+    other rounds, and for a target without a look-up, `propose` is called."""
 
     def probe(self, lengths: LengthControl) -> LookupProbe | None:
         """Returns a probe with which `lengths` learns from plain rounds; None if a replica must
         draft for that."""
         return None
+
+    def show(self, noise: RoundNoise, min_chance: float) -> tuple[int, ...]:
+        """Looks tokens up for a `probe`. Is called only if there is one."""
+        raise NotImplementedError
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -191,12 +208,6 @@ class Drafts:
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""
         raise NotImplementedError
-
-    def lookup_request(self, length: RoundLength) -> LookupRequest:
-        """Returns what the target's look-up should propose for a round of this `length`."""
-        if not self.by_target:
-            return NO_LOOKUP
-        return LookupRequest(length.num_draft_tokens, length.min_chance)
 
     def next_round_request(self, length: RoundLength) -> NextRoundRequest:
         """Returns what the target should send with its verdict on a round of this `length`."""
@@ -223,7 +234,8 @@ class NoDrafts(Drafts):
 
 
 class LookupDrafts(Drafts):
-    """Proposes with a look-up, in the coordinator or in the target."""
+    """Proposes with a look-up in the coordinator. If `by_target` is set, the target's look-up
+    should draft in its place."""
 
     def __init__(
         self, lookup: LookupDrafter, context: SessionContext, by_target: bool = False
@@ -233,11 +245,12 @@ class LookupDrafts(Drafts):
         self.by_target = by_target
 
     def probe(self, lengths: LengthControl) -> LookupProbe:
-        return LookupProbe(self._lookup, lengths, self.max_tokens)
+        return LookupProbe(lengths, self.max_tokens)
+
+    def show(self, noise: RoundNoise, min_chance: float) -> tuple[int, ...]:
+        return self._lookup.propose(self.max_tokens, noise, min_chance)[0].token_ids
 
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
-        if self.by_target:
-            return drafted_by_target(length)
         loop = asyncio.get_running_loop()
         start = loop.time()
         proposal, _ = self._lookup.propose(length.num_draft_tokens, noise, length.min_chance)

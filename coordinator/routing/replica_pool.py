@@ -20,6 +20,7 @@ from coordinator.routing.absence import Absence
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import Incompatible, LinkLost, OutriderError, check
 from outrider.interfaces.messages import (
+    Prefix,
     ProposalReply,
     Refused,
     ReplicaDescription,
@@ -408,8 +409,18 @@ class SessionRoute(Generic[Item, Answer]):
     @property
     def drafts_itself(self) -> bool:
         """Whether the session's target has a head. Without a target, `pool.first` decides."""
-        description = self._pool.first if self._replica is None else self._replica.description
+        description = self._description
         return description is not None and description.drafts_itself
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the session's target has a look-up. Without a target, `pool.first` decides."""
+        description = self._description
+        return description is not None and description.looks_up
+
+    @property
+    def _description(self) -> ReplicaDescription | None:
+        return self._pool.first if self._replica is None else self._replica.description
 
     @property
     def cache_state(self) -> CacheState:
@@ -568,14 +579,17 @@ class SessionRoute(Generic[Item, Answer]):
         """Makes answers to all messages so far match no later round."""
         self._num_moves += 1
 
-    def move(self) -> bool:
+    def move(self, *, for_good: bool = False) -> bool:
         """Moves to another replica that fits, drops requests without an answer, and returns True.
-        If none fits, returns False, and keeps the current replica unless it is a leaving draft."""
+        If none fits, returns False, and keeps the current replica unless it is a leaving draft.
+        `for_good` means that the session never returns to the current replica."""
         before, replica = self._replica, self._find()
         if replica is None:
             if before is not None and before.leaving and self._pool.role == "draft":
                 self._leave()
             return False
+        if for_good and before is not None:
+            self._rejected.append(before)
         session_id = self.context.session.session_id
         _log.debug("session %s moves from %r to %r", session_id, self.replica, replica.name)
         self._leave()
@@ -585,14 +599,16 @@ class SessionRoute(Generic[Item, Answer]):
         self.context.observer.count("session_moves", self._pool.role)
         return True
 
-    def close(self) -> None:
-        """Ends the session on all replicas that it has used."""
-        session = self.context.session
+    def close(self, learned: Prefix | None = None) -> None:
+        """Ends the session on all replicas that it has used. The look-up of the last one may learn
+        the tokens `learned`."""
+        session, last = self.context.session, self.replica
         self.on_pushed = None  # It refers to this route, which would be garbage until a collection.
         self._stop_timer()
         self._leave()
         for replica in self._left.values():
-            replica.link.release(session.session_id, session.epoch)
+            prefix = learned if replica.name == last else None
+            replica.link.release(session.session_id, session.epoch, prefix)
         self._left = {}
 
     def _find(self, preferred: str = "") -> ReplicaConnection | None:

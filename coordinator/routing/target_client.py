@@ -34,7 +34,8 @@ ANSWER_S = 30.0
 ANSWER_WAIT_GROWTH_MAX = 8
 """The wait for a verdict doubles with each repetition, up to this multiple of `ANSWER_S`."""
 MISMATCHES_MAX = 8
-"""If so many verdicts are on other tokens than the session's, the session fails."""
+"""If so many verdicts of a target are on other tokens than the session's, the session leaves the
+target for good."""
 REPLICA_LIMIT = "replica"
 """`Overloaded.limit` of requests that a target has refused. They wait until the target has room, so
 each counts once."""
@@ -61,7 +62,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self._asked_until = -1
         """The last round that the target may run without another request."""
         self._num_mismatches = 0
-        """Number of verdicts on other tokens than the session's."""
+        """Number of the target's verdicts on other tokens than the session's."""
+        self._runs_ahead = True
+        """Whether targets may run rounds ahead. False after a verdict on other tokens."""
         self.was_asked = False
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = EMPTY_ENCODED_PROPOSAL
@@ -156,8 +159,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     def _follows(self, answer: VerdictReply) -> bool:
         """Whether a verdict is on the session's tokens. If not, coordinator and target differ in an
-        earlier outcome. Then drops this verdict and all later ones, and lets the target run no more
-        rounds ahead. Raises `InvariantError` if this happens `MISMATCHES_MAX` times."""
+        earlier outcome. Then drops this verdict and all later ones, and lets targets run no more
+        rounds ahead. If this happens `MISMATCHES_MAX` times, leaves the target. Raises
+        `InvariantError` if there is no other."""
         tokens = self.context.session.tokens
         length, digest = len(tokens), tokens.digest()
         if (answer.committed_length, answer.prefix_digest) == (length, digest):
@@ -172,8 +176,11 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         )
         self.context.observer.count("verdict_mismatches")
         self._num_mismatches += 1
-        check(self._num_mismatches < MISMATCHES_MAX, "the target's verdicts are on other tokens")
+        self._runs_ahead = False
         self.recall()
+        if self._num_mismatches == MISMATCHES_MAX:
+            is_left = self.move(for_good=True)
+            check(is_left, "the target's verdicts are on other tokens")
         return False
 
     def recall(self) -> None:
@@ -203,10 +210,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         """Records a round's outcome (see `Drafts.settle`)."""
         self.cached_length = min(reply.cached_length, common_length)
 
-    def move(self) -> bool:
-        is_moved = super().move()
+    def move(self, *, for_good: bool = False) -> bool:
+        is_moved = super().move(for_good=for_good)
         if is_moved:
-            self._asked_until = -1
+            self._asked_until, self._num_mismatches = -1, 0
         return is_moved
 
     def _ask(
@@ -219,7 +226,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         lookup: LookupRequest,
     ) -> None:
         parameters = self.context.parameters
-        run_ahead = 0 if self._num_mismatches else run_ahead
+        if not self._runs_ahead or (lookup.num_tokens and not self.looks_up):
+            run_ahead = 0
         item = VerifyItem(
             self.head(number),
             proposal,
@@ -230,6 +238,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             wanted.budget_us,
             lookup.num_tokens,
             lookup.min_chance,
+            lookup.indexes,
+            lookup.num_probed,
             num_tokens_left,
             parameters.ignore_eos,
             self._audits,

@@ -282,7 +282,7 @@ async def _deployment(
         "max_num_seqs": num_sessions,
     }
     lookup = DraftConfig(model="ngram")
-    target = TargetConfig(**settings, lookup_ngrams=(lookup.ngram_min, lookup.ngram_max))
+    target = TargetConfig(**settings, lookup=lookup)
     draft = DraftConfig(**settings) if "remote" in drafting else None
     # A session whose stream breaks ends at once, so that it costs the next turn nothing.
     coordinator = CoordinatorConfig(resume_grace_ms=0)

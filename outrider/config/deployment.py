@@ -216,28 +216,6 @@ _OF_REPLICAS = ("port", "num_cpus", "num_gpus", "num_threads")
 _OF_MODELS = ("model", "dtype", "max_model_len", "kv_cache_memory_bytes", "tensor_parallel_size")
 
 
-@checked("target_", _OF_REPLICAS)
-class TargetConfig(ModelServerConfig):
-    """Settings of targets."""
-
-    role = "target"
-
-    model: str = "demo"
-    """The target: `demo`, a directory, a .gguf file, or a hub id."""
-    head: Internal[str] = ""
-    """Name of the target's draft head; empty without a head."""
-    head_kind: Internal[str] = ""
-    """Kind of the head: `eagle3` or `mtp`; empty without a head."""
-    head_directory: Internal[str] = ""
-    shows_features: Internal[bool] = False
-    """Whether the target sends features to an EAGLE-3 head on draft replicas."""
-    lookup_ngrams: Internal[tuple[int, int]] = (0, 0)
-    """Shortest and longest match of the target's look-up; (0, 0) = the target has none."""
-    stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
-    """In plain decoding, the target collects tokens for this time before it sends them, ms. A
-    longer interval saves CPU time, but clients get the tokens in larger groups."""
-
-
 @checked("draft_", _OF_REPLICAS + _OF_MODELS)
 class DraftConfig(ModelServerConfig):
     """Settings of drafts."""
@@ -300,6 +278,28 @@ class DraftConfig(ModelServerConfig):
     def drafter(self) -> DrafterChoice:
         choice = parse_drafter(self.model)
         return replace(choice, runs_on=self.eagle3_on) if choice.kind == EAGLE3 else choice
+
+
+@checked("target_", _OF_REPLICAS)
+class TargetConfig(ModelServerConfig):
+    """Settings of targets."""
+
+    role = "target"
+
+    model: str = "demo"
+    """The target: `demo`, a directory, a .gguf file, or a hub id."""
+    head: Internal[str] = ""
+    """Name of the target's draft head; empty without a head."""
+    head_kind: Internal[str] = ""
+    """Kind of the head: `eagle3` or `mtp`; empty without a head."""
+    head_directory: Internal[str] = ""
+    shows_features: Internal[bool] = False
+    """Whether the target sends features to an EAGLE-3 head on draft replicas."""
+    lookup: Internal[DraftConfig] = DraftConfig(model="model")
+    """Settings of the target's look-up. If `lookup.model` is not a look-up, the target has none."""
+    stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
+    """In plain decoding, the target collects tokens for this time before it sends them, ms. A
+    longer interval saves CPU time, but clients get the tokens in larger groups."""
 
 
 ReplicaConfig = TargetConfig | DraftConfig
@@ -366,9 +366,10 @@ class CoordinatorConfig(ServerConfig):
     """Largest number of rounds that a target may run ahead of the coordinator: rounds without
     drafts, and rounds for which the target's look-up drafts."""
     lookup_on: Literal["coordinator", "target"] = "coordinator"
-    """Where prompt lookup (`ngram`) drafts. On the target, it drafts for several rounds that do not
-    wait for the coordinator, unless another session has the same seed (under the rules token and
-    block). On the target, a prompt is indexed in steps, and has no drafts until then."""
+    """Where look-ups (`suffix`, `ngram`) draft. On the target, they draft for several rounds that
+    do not wait for the coordinator, unless another session has the same seed (under the rules token
+    and block). On the target, a prompt is indexed in steps, and has no drafts until then. The
+    tenant's earlier answers are kept where `suffix` drafts: each target has those that it wrote."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = 4096
     """Largest number of sessions at a time. Further requests are refused."""
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT

@@ -49,22 +49,39 @@ class LookupDrafter:
         self.num_indexed = 0
         """Number of tokens that were indexed so far. A token takes about 2 us."""
 
-    def guess(self, request: DraftRequest, index_max: int | None = None) -> Guess:
-        """Returns a guess. The session's grammar may forbid the guessed tokens. Indexes at most
-        `index_max` new tokens (None = all). If the text has more, returns no guess."""
+    def guess(self, request: DraftRequest) -> Guess:
+        """Returns a guess. The session's grammar may forbid the guessed tokens."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
+        text = self._text(request)
+        self._extend(text, request)
+        return self._guess(request, text)
+
+    def guess_soon(self, request: DraftRequest, index_max: int) -> Guess | None:
+        """Returns a guess; None if more than `index_max` tokens of the text are not indexed."""
+        text = self._text(request)
+        if len(request.token_ids) - len(text) > index_max:
+            return None
+        self._extend(text, request)
+        return self._guess(request, text) if request.num_draft_tokens else NO_GUESS
+
+    def index(self, request: DraftRequest, index_max: int) -> None:
+        """Indexes at most `index_max` new tokens of the session's text."""
+        text = self._text(request)
+        self._extend(text, request, len(text) + index_max)
+
+    def _text(self, request: DraftRequest) -> Any:
+        """Returns the indexed beginning of the session's text."""
         text = self._texts.pop(request.session_id, None)
         if text is None or not text.begins(request.token_ids, request.digests):
             text = self._begin(request)
+        self._texts[request.session_id] = text
+        return text
+
+    def _extend(self, text: Any, request: DraftRequest, stop: int | None = None) -> None:
         start = len(text)
-        stop = None if index_max is None else start + index_max
         text.extend(request.token_ids[start:stop])
         self.num_indexed += len(text) - start
-        self._texts[request.session_id] = text
-        if len(text) < len(request.token_ids):
-            return NO_GUESS
-        return self._guess(request, text)
 
     def length(self, session_id: str) -> int:
         """Returns the number of the session's tokens that are indexed."""
@@ -72,8 +89,18 @@ class LookupDrafter:
         return 0 if text is None else len(text)
 
     def release(self, session_id: str) -> None:
-        """Forgets the session's text."""
+        """Forgets the text of a session that has ended."""
+        self.forget(session_id)
+
+    def forget(self, session_id: str) -> None:
+        """Forgets the session's text, and learns nothing from it."""
         self._texts.pop(session_id, None)
+
+    def end(self, session_id: str, token_ids: Sequence[int]) -> Iterator[int]:
+        """Ends a session that has these committed tokens. Returns an iterator that learns its
+        output piece by piece, and yields the number of tokens of each piece."""
+        self.forget(session_id)
+        return iter(())
 
     def _guess(self, request: DraftRequest, text: Any) -> Guess:
         """`text` has exactly the request's committed tokens."""

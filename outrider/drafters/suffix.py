@@ -7,7 +7,7 @@ follows. The paper's tree of all suffixes takes O(depth) memory for each token. 
 the latest matches instead, and each round counts the tokens that follow the matches."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -113,13 +113,37 @@ class SuffixDrafter(LookupDrafter):
     def release(self, session_id: str) -> None:
         """If the session is the first with its seed, adds to the history the last tokens of the
         prompt, and the output up to the last call of `guess`."""
+        text = self._texts.get(session_id)
+        if text is not None:
+            for _ in self.end(session_id, text.slice(0, text.end)):
+                pass
+
+    def end(self, session_id: str, token_ids: Sequence[int]) -> Iterator[int]:
+        """If the session is the first with its seed, the iterator adds to the history the last
+        tokens of the prompt and the output."""
         text = self._texts.pop(session_id, None)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
-            return
+            return iter(())
         self._first_of_seed[text.tenant, text.seed] = None
-        if text.end > text.prompt_length:
-            start = max(0, text.prompt_length - self._config.depth)
-            self._history.add(text.tenant, text.seed, text.slice(start, text.end))
+        if len(token_ids) <= text.prompt_length:
+            return iter(())
+        start = max(0, text.prompt_length - self._config.depth)
+        return self._learn(text.tenant, text.seed, token_ids[start:])
+
+    def _learn(self, tenant: str, seed: int, token_ids: Sequence[int]) -> Iterator[int]:
+        """Adds an output to the history, in pieces that overlap so that matches are found."""
+        overlap = self._config.depth
+        if len(token_ids) > overlap + PIECE_TOKENS:
+            room = min(self._config.tokens_per_tenant, self._config.tokens_total)
+            token_ids = token_ids[-max(1, room * PIECE_TOKENS // (PIECE_TOKENS + overlap + 1)) :]
+        stops = [*range(overlap + PIECE_TOKENS, len(token_ids), PIECE_TOKENS), len(token_ids)]
+        start = 0
+        for stop in stops:
+            if self._first_of_seed.get((tenant, seed), "") is not None:
+                return  # The seed was forgotten, so its output must be, too.
+            self._history.add(tenant, seed, token_ids[start:stop])
+            yield stop - start
+            start = stop - overlap
 
     def _occurrences(
         self, text: TextIndex, tail: Sequence[int], num_left_out: int = 0
@@ -152,15 +176,18 @@ def _most_frequent(
     return Guess(tuple(drafted), score)
 
 
+PIECE_TOKENS = 1024
+"""Number of tokens that are learned at a time. This takes about 2 ms."""
 END = -1
-"""Separates the outputs in a history. Neither matches nor drafts extend over two outputs."""
+"""Separates the pieces of outputs in a history. Neither matches nor drafts extend over two."""
 
 
 class _TenantHistory(TextIndex):
     def __init__(self) -> None:
         super().__init__(MATCH_IN_HISTORY_MIN)
         self.lengths: OrderedDict[int, int] = OrderedDict()
-        """Maps a seed to the length of its output, `END` included. Oldest output first."""
+        """Maps a seed to the length of its output, with an `END` after each piece. Oldest output
+        first."""
 
 
 class History:
@@ -178,17 +205,22 @@ class History:
         return self._tenants.get(tenant)
 
     def add(self, tenant: str, seed: int, token_ids: Sequence[int]) -> None:
-        """Adds an output, or its last tokens if it is longer than a history may be. To make room,
-        drops old outputs, first those of this tenant. The tenant must have no output of `seed`."""
+        """Adds an output, or the next piece of the newest output. If it is longer than a history
+        may be, adds only its last tokens. To make room, drops old outputs, first those of this
+        tenant. If the tenant has an output of `seed`, it must be the newest."""
         room = self._tokens_per_tenant - 1
         if room < 1:
             return
         added = [*token_ids[-room:], END]
         history = self._tenants.setdefault(tenant, _TenantHistory())
         self._tenants.move_to_end(tenant)
-        check(seed not in history.lengths, f"{tenant!r} has an output of seed {seed} already")
+        newest = next(reversed(history.lengths), seed)
+        check(
+            seed == newest or seed not in history.lengths, f"{seed} is no new output of {tenant!r}"
+        )
+        length = history.lengths.pop(seed, 0)
         history.extend(added)
-        history.lengths[seed] = len(added)
+        history.lengths[seed] = length + len(added)
         self._num_tokens += len(added)
         while len(history) > self._tokens_per_tenant:
             self._forget_oldest(tenant)

@@ -23,7 +23,7 @@ from outrider.config.deployment import (
     is_loopback,
 )
 from outrider.config.emulated_spec import SCHEME, EmulatedSpec
-from outrider.drafters.names import DEMO, EAGLE3, MTP, LookupKind, check_model_name, eagle3_name
+from outrider.drafters.names import DEMO, EAGLE3, MTP, check_model_name, eagle3_name
 from outrider.errors import ConfigError, SettingError
 from outrider.foundation.api_keys import given_keys, key_hash, new_key, read_key_file
 from outrider.foundation.settings import Value, blaming, with_setting_keys
@@ -167,13 +167,14 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     target, draft, drafter = config.target, config.draft, config.draft.drafter
     coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
     if coordinator.lookup_on == "target":
-        if drafter.lookup is not LookupKind.NGRAM or drafter.name:
+        if drafter.lookup is None or drafter.name:
             raise SettingError(
                 "lookup_on",
                 f"'target' was given, but the drafter is {draft.model}; leave --lookup-on out, or "
-                "give --draft-model ngram",
+                "give --draft-model suffix or ngram",
             )
-        target = replace(target, lookup_ngrams=(draft.ngram_min, draft.ngram_max))
+        target = replace(target, lookup=coordinator.lookup)
+        coordinator = replace(coordinator, lookup=_without_history(coordinator.lookup))
     config = replace(config, coordinator=coordinator, target=target)
     if target.emulated is not None:
         return config
@@ -242,6 +243,12 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig:
         model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
     names = [field.name for field in fields(draft) if field.name.startswith(prefixes)]
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
+
+
+def _without_history(lookup: DraftConfig) -> DraftConfig:
+    """The settings of the look-up in the coordinator if targets look up. Sessions with the seed of
+    another session use it, and must not read answers that the other's may have influenced."""
+    return replace(lookup, suffix_tokens_per_tenant=0)
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:

@@ -120,6 +120,13 @@ class VerifyItem:
     round, and for each round that it runs ahead."""
     lookup_min_chance: float = 0.0
     """See `DraftRequest.min_chance`."""
+    indexes: bool = False
+    """Whether the target's look-up drafts for this session, in this or later rounds. The target
+    then indexes the session's text."""
+    num_probe_tokens: int = 0
+    """For a round without draft tokens: the largest number of tokens that the target's look-up
+    shows, without verifying them. If the target runs ahead and has run this round, it shows them
+    for the next round that begins."""
     num_tokens_left: int = 0
     """Number of tokens that the completion has room for; 0 = not stated."""
     ignores_eos: bool = False
@@ -219,6 +226,11 @@ class VerdictReply:
     verdict commits has none, because the target has not run that token."""
     looked_up: tuple[int, ...] = ()
     """The proposal of the target's look-up, which this verdict is about."""
+    has_looked_up: bool = False
+    """Whether the target's look-up has searched the session's text, perhaps in vain. It has not if
+    the text is not indexed yet, or if it was not asked."""
+    probed: tuple[int, ...] = ()
+    """The tokens that the look-up shows (`VerifyItem.num_probe_tokens`)."""
     committed_length: int = 0
     """Number of committed tokens at the start of the round."""
     prefix_digest: int = 0
@@ -270,6 +282,14 @@ class Refused:
     message: str
 
 
+@value(frozen=True, slots=True)
+class Prefix:
+    """The first tokens of a session."""
+
+    length: int
+    digest: int
+
+
 RoundItem = VerifyItem | DraftItem
 VerifyAnswer = VerdictReply | Resync | Refused
 DraftAnswer = ProposalReply | Resync | Refused
@@ -295,6 +315,8 @@ class ReplicaDescription:
     """None if the replica has not measured them."""
     drafts_itself: bool = False
     """Whether the replica is a target that sends proposals for the next round with its verdicts."""
+    looks_up: bool = False
+    """Whether the replica is a target with a look-up (`VerifyItem.num_lookup_tokens`)."""
     shows_features: bool = False
     """Whether the replica is a target that can send features."""
     reads_features: bool = False

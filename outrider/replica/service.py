@@ -26,7 +26,7 @@ from outrider.foundation.decayed_average import DecayedSums
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo
-from outrider.interfaces.messages import Refused, ReplicaDescription, RoundAnswer, RoundHead
+from outrider.interfaces.messages import Prefix, Refused, ReplicaDescription, RoundAnswer, RoundHead
 from outrider.interfaces.step_costs import StepCosts
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.replica.drivers import StepDriver
@@ -218,15 +218,16 @@ class SteppedService(ReplicaService, Generic[Item]):
             return False
         return sum(not work.answered for works in self._open.values() for work in works) >= most
 
-    def release(self, session_id: str, epoch: int) -> None:
+    def release(self, session_id: str, epoch: int, learned: Prefix | None = None) -> None:
         """Cancels the session's requests, and lets the worker forget the session before the next
-        step. Does nothing if a newer epoch of the session was seen."""
+        step, after it has learned the tokens `learned`. Does nothing if a newer epoch of the
+        session was seen."""
         if not self._filter.release(session_id, epoch):
             return
         for work in [*self._open.get(session_id, ())]:
             self._end(work, Refused(work.key, CANCELLED_CODE, "the session was released"))
         self.sessions.pop(session_id, None)
-        self._post(Release(session_id))
+        self._post(Release(session_id, learned))
 
     def disconnect(self, sender: AnswerSender) -> None:
         """Calls `evict` for the sessions whose last item came over this closed connection."""

@@ -31,7 +31,7 @@ from outrider.errors import DeadlineExceeded, EngineLost, OutriderError, check
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.logs import about
 from outrider.foundation.values import completed
-from outrider.interfaces.messages import ProposalReply, Refused, RoundAnswer, VerdictReply
+from outrider.interfaces.messages import Prefix, ProposalReply, Refused, RoundAnswer, VerdictReply
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.step_request import (
     Item,
@@ -66,12 +66,16 @@ class Worker(ABC, Generic[Item, Prepared]):
     def launch(self, prepared: Sequence[Prepared]) -> Callable[[], Sequence[StepAnswer]]:
         """Begins to run the admitted items. Returns a function that ends this, and answers each
         item. If an item causes an error, only this item gets `Refused`. Both raise `EngineLost` if
-        no more steps can run. Between the two calls, no other methods but `expect` and `expected`
-        may be called."""
+        no more steps can run. Between the two calls, no other methods but `expect`, `expected`
+        and `learn` may be called."""
 
     def expect(self, item: Item) -> None:
         """Validates an item that will probably be in the next step. May be called while a step
         runs. The tokens that the item appends may change until `prepare`."""
+
+    def learn(self, session_id: str, learned: Prefix) -> None:
+        """Lets the look-up, if there is one, learn the first tokens of a session that has ended.
+        May be called while a step runs, before `leave`."""
 
     @abstractmethod
     def leave(self, session_ids: Mapping[str, bool]) -> None:
@@ -94,6 +98,8 @@ class Release(NamedTuple):
     """The session is over."""
 
     session_id: str
+    learned: Prefix | None = None
+    """The tokens that a look-up may learn."""
 
 
 class Eviction(NamedTuple):
@@ -233,7 +239,9 @@ class StepLoop(Generic[Item, Prepared]):
         match message:
             case Arrival(work):
                 self._continuation.arrived(work, self)
-            case Release(session_id):
+            case Release(session_id, learned):
+                if learned is not None:
+                    self.worker.learn(session_id, learned)
                 self.queue.drop(session_id)
                 self._running.pop(session_id, None)
                 self._continuation.forget(session_id)

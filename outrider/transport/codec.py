@@ -53,6 +53,7 @@ _LIMITS: Mapping[str, int] = {
     "VerifyItem.num_next_draft_tokens": limits.NUM_DRAFT_TOKENS_MAX,
     "VerifyItem.features_from": limits.SESSION_TOKENS_MAX,
     "VerifyItem.num_lookup_tokens": limits.NUM_DRAFT_TOKENS_MAX,
+    "VerifyItem.num_probe_tokens": limits.NUM_DRAFT_TOKENS_MAX,
     "VerifyItem.num_tokens_left": limits.SESSION_TOKENS_MAX,
     "VerifyItem.next_budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
     "DraftItem.num_draft_tokens": limits.NUM_DRAFT_TOKENS_MAX,
@@ -60,6 +61,7 @@ _LIMITS: Mapping[str, int] = {
     "DraftItem.budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
     # The accepted draft tokens, and the token after them.
     "Verdict.looked_up": limits.NUM_DRAFT_TOKENS_MAX,
+    "Verdict.probed": limits.NUM_DRAFT_TOKENS_MAX,
     "ProposalAnswer.assumed": limits.NUM_DRAFT_TOKENS_MAX + 1,
     "Refused.message": limits.ERROR_MESSAGE_CHARS_MAX,
 }

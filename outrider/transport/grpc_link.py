@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from outrider import limits
 from outrider.errors import BadRequest, LinkLost, Overloaded, Unavailable, check
 from outrider.foundation.backoff import backoff
-from outrider.interfaces.messages import ReplicaDescription, Resync, RoundItem
+from outrider.interfaces.messages import Prefix, ReplicaDescription, Resync, RoundItem
 from outrider.registry.registry import Role
 from outrider.transport.channel import PLAIN, Trust, open_channel
 from outrider.transport.codec import CODECS, Codec, from_proto
@@ -59,7 +59,9 @@ class GrpcLink(Link):
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
-        self._releases: deque[tuple[str, int]] = deque(maxlen=limits.RELEASES_WAITING_MAX)
+        self._releases: deque[tuple[str, int, Prefix | None]] = deque(
+            maxlen=limits.RELEASES_WAITING_MAX
+        )
         self._num_releasing = 0
 
     def send(self, item: Any) -> None:
@@ -82,11 +84,11 @@ class GrpcLink(Link):
             frame = stream.encode(item)
         stream.put(item, frame)
 
-    def release(self, session_id: str, epoch: int) -> None:
+    def release(self, session_id: str, epoch: int, learned: Prefix | None = None) -> None:
         self._forget(session_id)
         if self._closed:
             return
-        self._releases.append((session_id, epoch))
+        self._releases.append((session_id, epoch, learned))
         if self._num_releasing < limits.RELEASES_IN_FLIGHT_MAX:
             self._num_releasing += 1
             self._spawn(self._send_releases())
@@ -148,8 +150,11 @@ class GrpcLink(Link):
         finally:
             self._num_releasing -= 1
 
-    async def _send_release(self, session_id: str, epoch: int) -> None:
-        request = types_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
+    async def _send_release(self, session_id: str, epoch: int, learned: Prefix | None) -> None:
+        length, digest = (0, 0) if learned is None else (learned.length, learned.digest)
+        request = types_pb2.ReleaseRequest(
+            session_id=session_id, epoch=epoch, learned_length=length, learned_digest=digest
+        )
         try:
             await self._release(request.SerializeToString(), timeout=RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from outrider.errors import LinkLost, Unavailable, check
-from outrider.interfaces.messages import ReplicaDescription
+from outrider.interfaces.messages import Prefix, ReplicaDescription
 
 
 class Link:
@@ -37,8 +37,9 @@ class Link:
         `STREAM_QUEUE_ITEMS_MAX` items wait, and `LinkLost` if the replica cannot be reached."""
         raise NotImplementedError
 
-    def release(self, session_id: str, epoch: int) -> None:
-        """Tells the replica to forget a session. Does not wait, and ignores failures."""
+    def release(self, session_id: str, epoch: int, learned: Prefix | None = None) -> None:
+        """Tells the replica to forget a session. Its look-up may learn the tokens `learned`, which
+        must be stored. Does not wait, and ignores failures."""
         raise NotImplementedError
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
@@ -71,8 +72,9 @@ class ReplicaService(Protocol):
     def describe(self) -> ReplicaDescription:
         """Describes what the replica runs."""
 
-    def release(self, session_id: str, epoch: int) -> None:
-        """Forgets a session, unless the replica knows a newer epoch of the session."""
+    def release(self, session_id: str, epoch: int, learned: Prefix | None = None) -> None:
+        """Forgets a session, unless the replica knows a newer epoch of the session. Its look-up may
+        learn the tokens `learned`."""
 
 
 class MemoryLink(Link):
@@ -101,9 +103,9 @@ class MemoryLink(Link):
             self._connection = self._service.connect(partial(self._answered, self._number))
         self._deliver(partial(self._receive, self._number, item))
 
-    def release(self, session_id: str, epoch: int) -> None:
+    def release(self, session_id: str, epoch: int, learned: Prefix | None = None) -> None:
         if not self.trouble():
-            self._deliver(partial(self._service.release, session_id, epoch))
+            self._deliver(partial(self._service.release, session_id, epoch, learned))
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
         await asyncio.sleep(0)

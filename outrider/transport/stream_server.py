@@ -10,7 +10,7 @@ from outrider import limits
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.tokens import EMPTY_DIGEST
-from outrider.interfaces.messages import Refused, ReplyKey, Resync, RoundHead, RoundItem
+from outrider.interfaces.messages import Prefix, Refused, ReplyKey, Resync, RoundHead, RoundItem
 from outrider.transport.codec import Codec, session_id_from_wire, to_proto
 from outrider.transport.link import Connection, ReplicaService
 from outrider.transport.server import Service
@@ -87,7 +87,10 @@ class ReplicaServicer:
 
     async def release(self, request: types_pb2.ReleaseRequest, context: Any) -> Any:
         """See `ReplicaService.release`."""
-        self._service.release(session_id_from_wire(request.session_id), request.epoch)
+        learned = None
+        if request.learned_length:
+            learned = Prefix(request.learned_length, request.learned_digest)
+        self._service.release(session_id_from_wire(request.session_id), request.epoch, learned)
         return types_pb2.ReleaseReply()
 
 

@@ -14,7 +14,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens", "next_budget_us", "features_from", "num_lookup_tokens", "lookup_min_chance", "num_tokens_left", "ignores_eos", "audit")
+    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens", "next_budget_us", "features_from", "num_lookup_tokens", "lookup_min_chance", "indexes", "num_probe_tokens", "num_tokens_left", "ignores_eos", "audit")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class VerifyItem(_message.Message):
     FEATURES_FROM_FIELD_NUMBER: _ClassVar[int]
     NUM_LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_MIN_CHANCE_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROBE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
     IGNORES_EOS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
@@ -36,10 +38,12 @@ class VerifyItem(_message.Message):
     features_from: int
     num_lookup_tokens: int
     lookup_min_chance: float
+    indexes: bool
+    num_probe_tokens: int
     num_tokens_left: int
     ignores_eos: bool
     audit: bool
-    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ..., next_budget_us: _Optional[int] = ..., features_from: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ..., lookup_min_chance: _Optional[float] = ..., num_tokens_left: _Optional[int] = ..., ignores_eos: _Optional[bool] = ..., audit: _Optional[bool] = ...) -> None: ...
+    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ..., next_budget_us: _Optional[int] = ..., features_from: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ..., lookup_min_chance: _Optional[float] = ..., indexes: _Optional[bool] = ..., num_probe_tokens: _Optional[int] = ..., num_tokens_left: _Optional[int] = ..., ignores_eos: _Optional[bool] = ..., audit: _Optional[bool] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
     __slots__ = ("items",)
@@ -64,7 +68,7 @@ class VerifyReplyItem(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., resync: _Optional[_Union[_types_pb2.Resync, _Mapping]] = ..., refused: _Optional[_Union[_types_pb2.Refused, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length", "next_draft_ms", "next_work_ms", "next_out_of_time", "features", "looked_up", "committed_length", "prefix_digest", "audit")
+    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length", "next_draft_ms", "next_work_ms", "next_out_of_time", "features", "looked_up", "has_looked_up", "probed", "committed_length", "prefix_digest", "audit")
     ACCEPT_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     CORRECTION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +82,8 @@ class Verdict(_message.Message):
     NEXT_OUT_OF_TIME_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     LOOKED_UP_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOOKED_UP_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
@@ -94,10 +100,12 @@ class Verdict(_message.Message):
     next_out_of_time: bool
     features: _types_pb2.Features
     looked_up: _containers.RepeatedScalarFieldContainer[int]
+    has_looked_up: bool
+    probed: _containers.RepeatedScalarFieldContainer[int]
     committed_length: int
     prefix_digest: int
     audit: AuditSums
-    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ..., next_draft_ms: _Optional[float] = ..., next_work_ms: _Optional[float] = ..., next_out_of_time: _Optional[bool] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ..., looked_up: _Optional[_Iterable[int]] = ..., committed_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., audit: _Optional[_Union[AuditSums, _Mapping]] = ...) -> None: ...
+    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ..., next_draft_ms: _Optional[float] = ..., next_work_ms: _Optional[float] = ..., next_out_of_time: _Optional[bool] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ..., looked_up: _Optional[_Iterable[int]] = ..., has_looked_up: _Optional[bool] = ..., probed: _Optional[_Iterable[int]] = ..., committed_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., audit: _Optional[_Union[AuditSums, _Mapping]] = ...) -> None: ...
 
 class AuditSums(_message.Message):
     __slots__ = ("num_tokens", "num_impossible", "num_unlikely", "num_near_ties", "surprise", "entropy", "variance")

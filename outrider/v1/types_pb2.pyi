@@ -150,7 +150,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ReplicaDescription(_message.Message):
-    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs", "step_costs", "drafts_itself", "shows_features", "reads_features", "numerics", "draft_note", "features", "dtype_note", "row_coupling")
+    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs", "step_costs", "drafts_itself", "shows_features", "reads_features", "numerics", "draft_note", "features", "dtype_note", "row_coupling", "looks_up")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class ReplicaDescription(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     DTYPE_NOTE_FIELD_NUMBER: _ClassVar[int]
     ROW_COUPLING_FIELD_NUMBER: _ClassVar[int]
+    LOOKS_UP_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights_fingerprint: str
     tokenizer_fingerprint: str
@@ -185,7 +186,8 @@ class ReplicaDescription(_message.Message):
     features: str
     dtype_note: str
     row_coupling: float
-    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., drafts_itself: _Optional[bool] = ..., shows_features: _Optional[bool] = ..., reads_features: _Optional[bool] = ..., numerics: _Optional[str] = ..., draft_note: _Optional[str] = ..., features: _Optional[str] = ..., dtype_note: _Optional[str] = ..., row_coupling: _Optional[float] = ...) -> None: ...
+    looks_up: bool
+    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., drafts_itself: _Optional[bool] = ..., shows_features: _Optional[bool] = ..., reads_features: _Optional[bool] = ..., numerics: _Optional[str] = ..., draft_note: _Optional[str] = ..., features: _Optional[str] = ..., dtype_note: _Optional[str] = ..., row_coupling: _Optional[float] = ..., looks_up: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "session_s", "slot_s", "row_slot_s")
@@ -202,12 +204,16 @@ class StepCosts(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ..., session_s: _Optional[float] = ..., slot_s: _Optional[float] = ..., row_slot_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_id", "epoch")
+    __slots__ = ("session_id", "epoch", "learned_length", "learned_digest")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    learned_length: int
+    learned_digest: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., learned_length: _Optional[int] = ..., learned_digest: _Optional[int] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

@@ -203,10 +203,11 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
     return found | {"target_engine": target, "self_drafter": self_drafter_of(target)}
 
 
-def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
+def lookup_of(kind: LookupKind | None, *, has_history: bool = True) -> LookupDrafter | None:
     if kind is LookupKind.SUFFIX:
         # With three token ids, matches have many occurrences; to save time, fewer are read.
-        return SuffixDrafter(SuffixConfig(depth=6, occurrences_max=16))
+        config = SuffixConfig(depth=6, occurrences_max=16)
+        return SuffixDrafter(config if has_history else replace(config, tokens_per_tenant=0))
     return NgramDrafter() if kind else None
 
 
@@ -286,10 +287,11 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     options: dict[str, Any] = {}
     if cell.grammar:
         options = {"text": TokenizerText(letters(), "small"), "grammars": grammars}
-    law = law_of(cell, module)
+    law, is_resident = law_of(cell, module), cell.lookup_on == "target"
     async with running_stack(
         directory=directory,
-        lookup=lookup_of(cell.lookup),
+        lookup=lookup_of(cell.lookup, has_history=not is_resident),
+        target_lookup=lookup_of(cell.lookup) if is_resident else None,
         hybrid=replace(HYBRID, hybrid_min_score=CONFIDENT),
         length_control=cell.length_control,
         lookup_on=cell.lookup_on,

@@ -19,7 +19,7 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.client.transport import Method
 from outrider.config.deployment import CoordinatorConfig, DraftConfig
-from outrider.drafters.lookup import NgramDrafter
+from outrider.drafters.lookup import LookupDrafter, NgramDrafter
 from outrider.errors import (
     DeadlineExceeded,
     InvariantError,
@@ -221,7 +221,12 @@ NUM_SEQUENCES = 3
 for all of them either, so that some are preempted."""
 
 
-def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -> TargetService:
+def target_service(
+    kind: type[QuickEngine] = QuickEngine,
+    drafter: Any = None,
+    *,
+    lookup: Callable[[], LookupDrafter] | None = NgramDrafter,
+) -> TargetService:
     engine = kind(SPEC, "target", NUM_SEQUENCES)
     return TargetService(
         engine,
@@ -230,7 +235,7 @@ def target_service(kind: type[QuickEngine] = QuickEngine, drafter: Any = None) -
         self_drafter=None if drafter is None else drafter(SPEC, engine),
         clock=lambda: 0.0,
         grammars=toy_grammars(),
-        lookup=NgramDrafter(),
+        lookup=None if lookup is None else lookup(),
     )
 
 
@@ -274,6 +279,7 @@ class ReplicaNode(Node):
         self._watch_steps(world)
         if self.role == "target":
             self._watch_releases(world)
+            self._watch_lessons(world)
         if self.role == "draft" and not world.looks_ahead:
             self._watch_draws(world)
         return f"host:{config.port}" if config.port else f"{self.name}:1"
@@ -317,6 +323,25 @@ class ReplicaNode(Node):
             return prepare(items)
 
         steps.receive, steps.worker.prepare = received, prepared
+
+    def _watch_lessons(self, world: Any) -> None:
+        """Checks that a look-up learns only from sessions whose end is stored, and only tokens that
+        are."""
+        lookups = self.service._worker._lookups
+        if lookups is None:
+            return
+        drafter = lookups._drafter
+        end = drafter.end
+
+        def compared(session_id: str, token_ids: Sequence[int]) -> Any:
+            world.shapes["learned"] += 1
+            history = world.redis.history
+            if not (history.held(session_id, token_ids) and history.was_finished(session_id)):
+                found = f"{self.name} learns what was not stored: {session_id} {[*token_ids]}"
+                world.hear_failure(InvariantError(found))
+            return end(session_id, token_ids)
+
+        drafter.end = compared
 
     def _watch_draws(self, world: Any) -> None:
         """Checks that every token that a model draws is in its proposal: dropping one for being

@@ -282,6 +282,9 @@ class History:
         known = self._ever.get(session_key(session_id), ())
         return any(tokens.startswith(beginning) for tokens in known)
 
+    def was_finished(self, session_id: str) -> bool:
+        return session_key(session_id) in self._finished
+
     def is_kept(self, session_id: str) -> bool:
         """Whether a session was finished, and nothing was lost since."""
         return self._finished.get(session_key(session_id)) == self.num_losses

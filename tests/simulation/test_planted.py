@@ -38,6 +38,7 @@ from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import raw_logprobs
 from outrider.speculation.sampling_params import Rule
 from target_service import run_ahead, verifier
+from target_service.lookups import TargetLookups
 from tests.simulation import plans, scenario, world
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
@@ -323,6 +324,33 @@ def grant_outlives_its_session(patch: Patch) -> None:
     patch.setattr(StepLoop, "receive", deaf)
 
 
+def history_of_dropped_rounds(patch: Patch) -> None:
+    """A target learns all that it holds of a session at its end, not only what was stored."""
+    patch.setattr(world, "LOOK_UP_SHARE", 1.0)
+    patch.setattr(world, "LOOK_UPS_ON", ("target",))
+
+    def learn(self: TargetLookups, session_id: str, held: Any, learned: Any) -> None:
+        self._lessons.append(self._drafter.end(session_id, held.ids))
+
+    patch.setattr(TargetLookups, "learn", learn)
+
+
+def history_of_unstored_ends(patch: Patch) -> None:
+    """A coordinator lets a target learn from a session that has no end yet, or is cancelled."""
+    patch.setattr(world, "LOOK_UP_SHARE", 1.0)
+    patch.setattr(world, "LOOK_UPS_ON", ("target",))
+    learned = SessionRun._learned
+
+    def at_once(self: SessionRun) -> Any:
+        self.is_recorded, is_recorded = True, self.is_recorded
+        try:
+            return learned(self)
+        finally:
+            self.is_recorded = is_recorded
+
+    patch.setattr(SessionRun, "_learned", at_once)
+
+
 KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     shown_before_committed: (),
     batch_committed_in_part: (),
@@ -351,6 +379,8 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     cancel_lost_at_a_take_over: ("death",),
     target_decides_otherwise: (),
     grant_outlives_its_session: (),
+    history_of_dropped_rounds: (),
+    history_of_unstored_ends: (),
 }
 """Greater faults with which each is searched; empty for all."""
 

@@ -4,7 +4,7 @@ network between them. Every process runs the real code."""
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -14,6 +14,8 @@ from coordinator.decoding.loop import COMMIT_GRACE_S
 from outrider.client import Client
 from outrider.client.failover import EndpointPool, ResumingTransport
 from outrider.config.deployment import DraftConfig, load_config
+from outrider.drafters.lookup import LookupDrafter, NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable, check
 from outrider.fleet.ray_cluster import Demand
 from outrider.fleet.replica_set import Fleet
@@ -101,12 +103,17 @@ class World:
             "length_control": rng.random() < 0.5,
             "lookup": nodes.MODEL if is_hasty else rng.choice((nodes.MODEL, nodes.HYBRID)),
         }
+        self._lookup: Callable[[], LookupDrafter] = NgramDrafter
         if not is_hasty and rng.random() < LOOK_UP_SHARE:
             shape |= {"lookup": DraftConfig(), "lookup_on": rng.choice(LOOK_UPS_ON)}
+            # Look-ups have no look-ahead.
+            self._lookup = SuffixDrafter if shape["look_ahead"] else NgramDrafter
         self._settings = replace(
             nodes.HASTY_SETTINGS if is_hasty else nodes.PATIENT_SETTINGS, **shape
         )
         self.looks_ahead = bool(self._settings.look_ahead)
+        self._num_targets = 0
+        """Number of targets so far. Every third has no look-up, as if of another version."""
         self._wires: list[Wire] = []
         self._serving: dict[str, nodes.Node] = {}
         self.machines = nodes.Machines(self, self._built)
@@ -131,7 +138,11 @@ class World:
     def _built(self, demand: Demand) -> nodes.Node:
         if demand.role == "coordinator":
             return nodes.CoordinatorNode(demand.name, self._settings)
-        return nodes.ReplicaNode(demand.role, demand.name, self._services[demand.role])
+        build: Any = self._services[demand.role]
+        if demand.role == "target":
+            self._num_targets += 1
+            build = partial(build, lookup=self._lookup if self._num_targets % 3 else None)
+        return nodes.ReplicaNode(demand.role, demand.name, build)
 
     async def start(self) -> None:
         asyncio.get_running_loop().set_exception_handler(self._hear_exception)

@@ -50,11 +50,16 @@ class World:
     prompt_length: int = 100
     drafts_itself: bool = False
     """Whether the target drafts together with the verdict before."""
+    by_target: bool = False
+    """Whether the target's look-up drafts, so that rounds with drafts run ahead. The target waits
+    for `wire_s` before a round that did not."""
     delays: bool = False
     """Whether the target waits while the draft works, because they share cores."""
     stall: Callable[[random.Random], float] = lambda _: 0.0
     """Time added to each proposal."""
     now: float = 0.0
+    ran_ahead: bool = False
+    """Whether the target runs the round without a request for it."""
     num_beside: int = 0
     """Number of tokens that the newest verdict brought."""
     controls: LengthControls = field(init=False)
@@ -81,16 +86,22 @@ class World:
         """The fastest K."""
         return max(range(BOUND + 1), key=self.rate)
 
-    def open(self, seed: int = 1, bound: int = BOUND, by_target: bool = False) -> LengthControl:
-        return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length, by_target=by_target)
+    def open(self, seed: int = 1, bound: int = BOUND) -> LengthControl:
+        return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length)
 
     def play(self, control: LengthControl, num_rounds: int, first_index: int = 0) -> Run:
-        started_at, chosen, tokens = self.now, [], []
+        started_at, chosen, tokens, num_ahead = self.now, [], [], 0
+        granted = 0, (-1, 0.0)
         for index in range(first_index, first_index + num_rounds):
-            length = control.choose(ENDLESS)
+            length = control.choose(ENDLESS, by_target=self.by_target)
             chosen.append(length)
+            kind = length.num_draft_tokens, length.min_chance
+            self.ran_ahead = self.by_target and granted[0] >= index and granted[1] == kind
+            if not self.ran_ahead or granted[0] - index < length.run_ahead // 2:
+                granted = index + length.run_ahead, kind
+            num_ahead += self.ran_ahead
             tokens.append(self._round(control, length, is_first=index == first_index))
-        return Run(chosen, tokens, self.now - started_at)
+        return Run(chosen, tokens, self.now - started_at, num_ahead)
 
     def session(self, seed: int, num_rounds: int) -> Run:
         control = self.open(seed)
@@ -111,13 +122,14 @@ class World:
         passes = [self.random.random() < self.acceptance for _ in range(num_proposed)]
         survival = tuple(float(all(passes[: n + 1])) for n in range(num_proposed))
         draft_s = 0.0
-        if num_asked and not self.drafts_itself:
+        if num_asked and not (self.drafts_itself or self.by_target):
             draft_s = wire_s + self._noisy(num_proposed * self.draft_s) + self.stall(self.random)
         if draft_s > length.draft_budget_s:
             draft_s, num_asked, survival = length.draft_budget_s, 0, ()
         target_s = self._noisy(self.verify(1 + len(survival)))
         next_draft_s = self.draft_s * self.num_beside
-        self.now += draft_s + target_s + next_draft_s + (wire_s if draft_s or is_first else 0.0)
+        waits = draft_s or is_first or (self.by_target and not self.ran_ahead)
+        self.now += draft_s + target_s + next_draft_s + (wire_s if waits else 0.0)
         num_tokens = 1 + int(sum(survival))
         control.note(
             RoundResult(
@@ -131,6 +143,7 @@ class World:
                 beside=beside,
                 next_draft_s=next_draft_s,
                 work_s=max(0.0, draft_s - wire_s) if num_asked else 0.0,
+                ran_ahead=self.ran_ahead,
             )
         )
         return num_tokens
@@ -146,6 +159,8 @@ class Run:
     lengths: list[RoundLength]
     num_tokens: list[int]
     seconds: float
+    num_ahead: int = 0
+    """Number of rounds that ran ahead."""
 
     @property
     def asked(self) -> list[int]:

@@ -16,6 +16,7 @@ from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, LookupDrafter
 from outrider.errors import Unavailable
 from outrider.interfaces.messages import (
+    Prefix,
     ProposalReply,
     Refused,
     ReplicaDescription,
@@ -44,6 +45,7 @@ class ScriptedLink:
         self.script = list(script)
         self.sent: list[Any] = []
         self.released: list[str] = []
+        self.learned: list[Prefix | None] = []
         self.description = TOY
         self.away_until = 0.0
         self.is_closed = False
@@ -60,8 +62,9 @@ class ScriptedLink:
         if answer is not None:
             asyncio.get_running_loop().call_soon(lambda: self.on_answer(answer(item)))
 
-    def release(self, session_id: str, epoch: int) -> None:
+    def release(self, session_id: str, epoch: int, learned: Prefix | None = None) -> None:
         self.released.append(session_id)
+        self.learned.append(learned)
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
         if self.away_until > asyncio.get_running_loop().time():

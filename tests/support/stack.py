@@ -106,6 +106,7 @@ async def running_stack(
     directory: Path,
     *,
     lookup: LookupDrafter | None = None,
+    target_lookup: LookupDrafter | None = None,
     hybrid: DraftConfig = HYBRID,
     text: TokenizerText | None = None,
     look_ahead: int = 8,
@@ -123,8 +124,8 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Runs the services on these engines, and checks and closes everything at the end. `directory`
     is for Redis, `settings` are the coordinator's. A `lookup` is asked before the draft, or drafts
-    alone if there is no draft engine (by default with n-grams). A `head` replaces the draft's
-    engine, a `self_drafter` the draft. With either, the fallback finds almost nothing."""
+    alone if there is no draft engine (by default with n-grams). The target has a `target_lookup`. A
+    `head` replaces the draft's engine, a `self_drafter` the draft. Then the fallback is `RARE`."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(directory))
         target = TargetService(
@@ -133,7 +134,7 @@ async def running_stack(
             max_num_seqs=NUM_SEQUENCES,
             self_drafter=self_drafter,
             grammars=grammars and grammars(),
-            lookup=NgramDrafter(),
+            lookup=target_lookup,
         )
         looks_up = not (draft_engine or head or self_drafter)
         if looks_up or (lookup and draft_engine):

@@ -24,7 +24,7 @@ from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.config.deployment import DraftConfig
 from outrider.drafters.lookup import NO_GUESS, Guess, LookupDrafter, NgramDrafter
-from outrider.drafters.suffix import SuffixDrafter
+from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 from outrider.errors import Incompatible
 from outrider.grammar.token_mask import TokenMask
 from outrider.interfaces.engine import SequenceStep, take_stated_seconds
@@ -89,6 +89,7 @@ def bench_of(
     *,
     self_drafter: SelfDrafter | None = None,
     link: Any = None,
+    target_lookup: LookupDrafter | None = None,
     **settings: Any,
 ) -> Any:
     """A coordinator, a target and a draft whose steps take the time that their engines state."""
@@ -100,7 +101,7 @@ def bench_of(
         max_num_seqs=8,
         self_drafter=self_drafter,
         clock=clock,
-        lookup=NgramDrafter(),
+        lookup=target_lookup or NgramDrafter(),
     )
     asked = {
         "target": service,
@@ -185,11 +186,14 @@ async def test_times_that_a_session_with_the_same_seed_may_have_shown(
     check_fair(coins, detects=0.17)
 
 
-async def test_an_answer_to_the_same_seed_steers_no_look_up() -> None:
+@pytest.mark.parametrize("lookup_on", ["coordinator", "target"])
+async def test_an_answer_to_the_same_seed_steers_no_look_up(lookup_on: str) -> None:
     """In the second round the first session of a seed gets the proposal 1. If a second session read
     the first one's answer, it would get the token that the first one committed: 1 if a number
     accepts it, or else 0, which the same number refuses. So it would commit 1 in any case."""
-    settings: dict[str, Any] = {"drafts": {}, "fallback": SuffixDrafter(), "lookup": DraftConfig()}
+    own = SuffixConfig(tokens_per_tenant=0 if lookup_on == "target" else 1000)
+    settings: dict[str, Any] = {"drafts": {}, "lookup": DraftConfig(), "lookup_on": lookup_on}
+    settings |= {"fallback": SuffixDrafter(own), "target_lookup": SuffixDrafter()}
     asked: dict[str, Any] = {"prompt": (0, 1), "num_draft_tokens": 2, "max_tokens": 4}
     async with bench_of(Coins(), Coins(), **settings) as bench:
         for _ in ("first", "second"):

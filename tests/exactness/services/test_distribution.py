@@ -32,10 +32,11 @@ from tests.exactness.cells import (
 
 RESIDENT: dict[str, Any] = {"drafter": "none", "lookup": LookupKind.NGRAM, "lookup_on": "target"}
 """Look-ups in the target. The first round of a session has no proposal."""
+RESIDENT_SUFFIX = RESIDENT | {"lookup": LookupKind.SUFFIX}
 LATER: dict[str, Any] = {"num_skipped": 1, "max_tokens": 9}
 CELLS = [
-    # The target's look-up, whose rounds run ahead of the coordinator.
-    Cell(Rule.TOKEN, 3, "top-p", **RESIDENT, **LATER, num_samples=660, detects=SOON),
+    # The target's look-up, whose rounds run ahead of the coordinator. It reads earlier answers.
+    Cell(Rule.TOKEN, 3, "top-p", **RESIDENT_SUFFIX, **LATER, num_samples=660, detects=SOON),
     # A draft that knows two tokens more than the target, which are never accepted.
     Cell(Rule.TOKEN, 2, "top-k", vocab_size=4, draft_vocab_size=6, num_samples=540, detects=SOON),
     # A head that is sent the target's features.
@@ -118,7 +119,8 @@ GRID = [
         for rule, drafter, lookup in product(RULES, ("none", "model"), LookupKind)
     ),
     *(
-        Cell(rule, 4, params, vocab_size=4, **RESIDENT, **WIDE)
+        Cell(rule, 4, params, vocab_size=4, **resident, **WIDE)
+        for resident in (RESIDENT, RESIDENT_SUFFIX)
         for rule, params in product(RULES, ("plain", "penalised", "late"))
     ),
     *(

@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.drafters import suffix
+from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.suffix import END, History, SuffixConfig, SuffixDrafter
 from outrider.speculation.sampling_params import Rule
 from tests.support.lookup_requests import request
@@ -193,3 +196,53 @@ def test_a_history_holds_the_latest_answers_within_its_bounds(
             ends = [i for i in range(len(kept), 1, -1) if tuple(kept[i - 2 : i]) == gram]
             assert list(text.occurrences(gram)) == [offset + end for end in ends]
         assert len(text._last) <= len(kept)
+
+
+def test_a_long_answer_is_learned_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matches are found across the ends of pieces."""
+    monkeypatch.setattr(suffix, "PIECE_TOKENS", 6)
+    drafter, text = SuffixDrafter(SMALL), range(100, 130)
+    drafter.guess(request((1, 2), session_id="a", prompt_length=2, seed=1))
+    lesson = drafter.end("a", (1, 2, *text))
+    assert drafter.guess(asked((9, 100, 101))).token_ids == ()
+    assert next(lesson) == 10
+    assert drafter.guess(asked((9, 100, 101))).token_ids[:2] == (102, 103)
+    assert drafter.guess(asked((9, 127, 128))).token_ids == ()
+    assert [*lesson] == [10, 10, 10, 8]
+    for first, second in pairwise(text[:-1]):
+        assert drafter.guess(asked((9, first, second))).token_ids[:1] == (second + 1,)
+
+
+def asked(token_ids: Sequence[int]) -> DraftRequest:
+    return request(token_ids, session_id=str(token_ids), seed=hash(tuple(token_ids)) % 2**32)
+
+
+def test_a_long_answer_is_kept_as_far_as_a_history_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "PIECE_TOKENS", 6)
+    drafter = SuffixDrafter(replace(SMALL, tokens_per_tenant=40))
+    finish(drafter, "a", (1, 2, *range(100, 200)), seed=1)
+    assert drafter.guess(asked((9, 197, 198))).token_ids[:1] == (199,)
+    assert drafter.guess(asked((9, 182, 183))).token_ids[:1] == (184,)
+
+
+def test_the_rest_of_an_answer_is_not_learned_once_its_seed_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(suffix, "PIECE_TOKENS", 6)
+    drafter = SuffixDrafter(SMALL, seeds_max=2)
+    drafter.guess(request((1, 2), session_id="a", prompt_length=2, seed=1))
+    lesson = drafter.end("a", (1, 2, *range(100, 130)))
+    assert next(lesson) == 10
+    for seed in (5, 6):
+        drafter.guess(request((1, 2), session_id=f"later{seed}", seed=seed))
+    assert [*lesson] == []
+    assert drafter._history.of("") is None
+
+
+def test_a_text_that_is_forgotten_teaches_nothing() -> None:
+    drafter = SuffixDrafter(SuffixConfig())
+    drafter.guess(request((1, 2, 3, 4), session_id="a", prompt_length=2, seed=1))
+    drafter.forget("a")
+    drafter.release("a")
+    assert [*drafter.end("a", (1, 2, 3, 4))] == []
+    assert drafter.guess(asked((9, 1, 2))).token_ids == ()

@@ -139,12 +139,20 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
             resolved(tiny, draft_model=other, eagle3_on="draft")
 
 
-def test_prompt_lookup_may_draft_on_the_target(tiny: Path) -> None:
-    config = resolved(tiny, draft_model="ngram", ngram_min=2, ngram_max=5, lookup_on="target")
-    assert (config.coordinator.lookup_on, config.target.lookup_ngrams) == ("target", (2, 5))
-    config = resolved(tiny, draft_model="ngram")
-    assert (config.coordinator.lookup_on, config.target.lookup_ngrams) == ("coordinator", (0, 0))
-    for other in ("suffix", f"hybrid:ngram,{tiny}"):
+@pytest.mark.parametrize("model", ["ngram", "suffix"])
+def test_look_ups_may_draft_on_the_target(model: str, tiny: Path) -> None:
+    """The tenant's history is there, too."""
+    given = {"draft_model": model, "ngram_max": 5, "suffix_tokens_per_tenant": 7}
+    config = resolved(tiny, **given, lookup_on="target")
+    lookup = config.target.lookup
+    assert (lookup.model, lookup.ngram_max, lookup.suffix_tokens_per_tenant) == (model, 5, 7)
+    assert config.coordinator.lookup == replace(lookup, suffix_tokens_per_tenant=0)
+    config = resolved(tiny, **given)
+    assert (config.target.lookup.drafter.lookup, config.coordinator.lookup) == (None, lookup)
+
+
+def test_other_drafters_do_not_look_up_on_the_target(tiny: Path) -> None:
+    for other in (str(tiny), f"hybrid:ngram,{tiny}"):
         with pytest.raises(SettingError, match=f"^lookup_on: .*the drafter is {other};"):
             resolved(tiny, draft_model=other, lookup_on="target")
 

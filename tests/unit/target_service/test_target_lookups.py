@@ -2,19 +2,21 @@
 coordinator would ask for."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.foundation.tokens import ContinuedTokens, TokenSequence
-from outrider.interfaces.messages import Resync, VerdictReply, VerifyItem
-from outrider.speculation.proposal import EncodedProposal
+from outrider.interfaces.messages import Prefix, Resync, VerdictReply, VerifyItem
+from outrider.speculation.proposal import EncodedProposal, Proposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service import lookups
 from target_service.lookups import TargetLookups
-from tests.support.rounds import RULES, Replica, make_head, outcome_of
+from tests.support.rounds import RULES, Replica, make_head, outcome_of, session_name
 from tests.support.toy_engine import ToyEngine
 
 pytestmark = pytest.mark.virtual
@@ -38,9 +40,11 @@ def question(
     **fields: Any,
 ) -> VerifyItem:
     base, round_index = fields.pop("base", 0), fields.pop("round_index", 0)
-    head = make_head(tokens, base, rule=rule, sampling=sampling, seed=SEED, round_index=round_index)
+    of = {name: fields.pop(name) for name in ("session", "prompt_length") if name in fields}
+    of |= {"round_index": round_index, "seed": fields.pop("seed", SEED)}
+    head = make_head(tokens, base, rule=rule, sampling=sampling, **of)
     given = {"run_ahead": RUN_AHEAD, "num_lookup_tokens": NUM_DRAFTED, "num_tokens_left": MANY}
-    return VerifyItem(head, **(given | fields))
+    return VerifyItem(head, **({"indexes": True} | given | fields))
 
 
 def looked_up(tokens: Sequence[int], rule: Rule, num: int = NUM_DRAFTED) -> tuple[int, ...]:
@@ -114,16 +118,44 @@ async def test_rounds_end_with_the_text(kind: str) -> None:
 
 
 async def test_a_long_prompt_is_indexed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then, rounds have no proposals."""
-    monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 3)
-    prompt = PROMPT * 3
+    """Until then, rounds have no proposals, and the coordinator learns nothing from them."""
+    monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 5)
+    prompt = PROMPT * 5
     async with target() as setting:
         answers = await setting.send(question(prompt))
-        first = next(i for i, reply in enumerate(answers) if reply.looked_up)
-        assert first >= len(prompt) // 3 - 1
-        lengths = [len(prompt), *(len(text) for text in texts(answers, Rule.TOKEN, prompt))]
-        assert all(reply.looked_up for reply in answers[first:])
-        assert lengths[first] <= 3 * (first + 1)
+        first = next(i for i, reply in enumerate(answers) if reply.has_looked_up)
+        assert first >= (len(prompt) - 17) // 5
+        assert not any(reply.looked_up for reply in answers[:first])
+        assert all(reply.has_looked_up for reply in answers[first:])
+        assert any(reply.looked_up for reply in answers[first:])
+
+
+async def test_texts_are_indexed_while_the_engine_computes() -> None:
+    """Before a step, only the tokens of the round before are, as the step waits for them."""
+    drafter, engine, before = NgramDrafter(), ToyEngine(4), list[int]()
+    launch = engine.launch
+    engine.launch = lambda steps: (before.append(drafter.num_indexed), launch(steps))[1]  # type: ignore[method-assign]
+    async with Replica("target", engine, lookup=drafter) as setting:
+        item = question(PROMPT * 3, num_lookup_tokens=0, run_ahead=0)
+        [first] = await setting.send(item)
+        assert not first.has_looked_up
+        assert (before, drafter.num_indexed) == ([0], 3 * len(PROMPT))
+        [text] = texts([first], Rule.TOKEN, PROMPT * 3)
+        again = await setting.send(question(text, base=len(text) - 1, round_index=1))
+        assert all(reply.has_looked_up for reply in again)
+        assert max(b - a for a, b in pairwise(before)) <= len(PROMPT) * 3 + NUM_DRAFTED + 1
+
+
+async def test_the_text_that_lacks_the_fewest_tokens_is_indexed_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 9)
+    drafter = NgramDrafter()
+    found = TargetLookups(drafter)
+    heads = [make_head(tokens, session=i) for i, tokens in enumerate((PROMPT * 3, PROMPT))]
+    engine = {head.session_id: TokenSequence(head.append) for head in heads}
+    found.index([(head, SamplingParams()) for head in heads], engine.__getitem__)
+    assert [drafter.length(head.session_id) for head in heads] == [9 - len(PROMPT), len(PROMPT)]
 
 
 async def test_an_item_with_another_number_of_draft_tokens_ends_the_rounds_ahead() -> None:
@@ -156,7 +188,9 @@ async def test_a_target_that_has_lost_the_session_asks_for_its_tokens() -> None:
         assert isinstance(resync, Resync)
         found = await setting.send(question(text, round_index=len(answers)))
         assert isinstance(found[0], VerdictReply)
-        assert found[0].looked_up == looked_up(text, Rule.TOKEN)
+        assert not found[0].has_looked_up  # Its step indexes the text.
+        [after, *_] = texts(found, Rule.TOKEN, text)
+        assert found[1].looked_up == looked_up(after, Rule.TOKEN)
 
 
 async def test_a_target_without_a_look_up_proposes_nothing() -> None:
@@ -169,14 +203,12 @@ async def test_a_target_without_a_look_up_proposes_nothing() -> None:
 def test_tokens_that_a_session_has_lost_are_forgotten() -> None:
     """Another run of the session decides them anew, from the same random numbers."""
     found = TargetLookups(NgramDrafter())
-    found.begin_step()
     lost, kept = (1, 2, 3, 1, 2, 0, 1, 2), (1, 2, 3, 1, 2)
     held = TokenSequence(lost)
     params = SamplingParams()
-    assert found.propose(make_head(lost, 7), params, held, 1).token_ids == (0,)
-    assert found.propose(make_head(kept, 4), params, held, 1).token_ids == (3,)
-    other = make_head((2, 2, 3, 1, 2), 4)
-    assert found.propose(other, params, held, 1).token_ids == ()
+    assert found.propose(make_head(lost, 7), params, held, 1) == Proposal((0,))
+    assert found.propose(make_head(kept, 4), params, held, 1) == Proposal((3,))
+    assert found.propose(make_head((2, 2, 3, 1, 2), 4), params, held, 1) is None
 
 
 def test_continued_tokens_are_read_like_a_tuple() -> None:
@@ -203,6 +235,89 @@ async def test_a_prompt_that_runs_in_parts_is_indexed_once() -> None:
         assert len(engine.counts) > 8
         assert answers[0].looked_up == looked_up(prompt, Rule.TOKEN)
         assert drafter.num_indexed == drafter.length(answers[0].key.session_id)
+
+
+async def test_a_plain_round_may_show_what_its_look_up_would_propose() -> None:
+    """One round of those that run ahead, because the coordinator compares its tokens with several
+    rounds."""
+    plain: dict[str, Any] = {"num_lookup_tokens": 0, "run_ahead": 4}
+    async with target() as setting, target() as other:
+        answers = await setting.send(question(num_probe_tokens=NUM_DRAFTED, **plain))
+        usual = await other.send(question(**plain))
+        assert [one.verdict for one in answers] == [one.verdict for one in usual]
+        assert not any(one.looked_up for one in answers)
+        assert [one.has_looked_up for one in answers] == [True, *[False] * 4]
+        assert answers[0].probed == looked_up(PROMPT, Rule.TOKEN)
+        found = texts(answers, Rule.TOKEN)
+        asked = {"base": len(found[2]) - 1, "round_index": 3, "num_probe_tokens": 2, "run_ahead": 5}
+        asked["num_tokens_left"] = MANY - 3
+        more = await setting.send(question(found[2], **plain | asked))
+        assert [one.key.round for one in more] == [5, 6, 7, 8]  # Others have run already.
+        assert [one.has_looked_up for one in more] == [True, *[False] * 3]
+        assert more[0].probed == looked_up(found[4], Rule.TOKEN, 2)
+
+
+def known(tokens: Sequence[int], length: int | None = None) -> Prefix:
+    length = len(tokens) if length is None else length
+    return Prefix(length, TokenSequence(tokens).digest(length))
+
+
+ANSWER = (5, 6, 7, 8, 9)
+
+
+async def lesson(learned: Prefix | None, *, evicted: bool = False) -> int:
+    """Whether another session of the tenant gets a proposal from the session's answer, after the
+    session has ended at the target. Returns the number of steps until then; 0 = not in 9."""
+    drafter, engine = SuffixDrafter(), ToyEngine(20)
+    async with Replica("target", engine, lookup=drafter) as setting:
+        text = (1, 2, *ANSWER)
+        await setting.send(question(text, prompt_length=2, run_ahead=0, num_lookup_tokens=1))
+        name = session_name(1)
+        if evicted:
+            setting.service.evict([name])
+            await setting.settle()
+        setting.service.release(name, 1, learned)
+        await setting.settle()
+        for step in range(1, 10):
+            item = question((9, 5, 6), session=1 + step, seed=step, run_ahead=0)
+            [reply] = await setting.send(item)
+            if reply.looked_up:
+                assert reply.looked_up[0] == 7
+                return step
+    return 0
+
+
+async def test_an_answer_is_learned_as_far_as_its_coordinator_says() -> None:
+    text = (1, 2, *ANSWER)
+    assert await lesson(known(text)) == 2  # The first step after the release learns it.
+    assert await lesson(known(text, 5)) == 2
+    assert await lesson(known(text, 4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("learned", "evicted"),
+    [
+        (None, False),
+        (known((1, 2, *ANSWER)), True),
+        (known((1, 2, 5, 6, 7, 8, 8)), False),  # The target has decided otherwise.
+        (known((1, 2, *ANSWER, 1, 1, 1)), False),  # The target has never held so much.
+    ],
+)
+async def test_nothing_else_of_a_session_is_learned(learned: Prefix | None, evicted: bool) -> None:
+    assert await lesson(learned, evicted=evicted) == 0
+
+
+def test_what_is_to_learn_waits_until_texts_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "INDEXED_PER_STEP_MAX", 9)
+    drafter = SuffixDrafter()
+    found, old, new = TargetLookups(drafter), make_head(PROMPT), make_head(PROMPT * 3, session=2)
+    held = {head.session_id: TokenSequence(head.append) for head in (old, new)}
+    assert found.propose(old, SamplingParams(), TokenSequence(), 1) is not None
+    found.learn(old.session_id, held[old.session_id], known(PROMPT))
+    for num_indexed, num_learned in ((9, 0), (18, 0), (21, 1)):
+        found.index([(new, SamplingParams())], held.__getitem__)
+        assert drafter.length(new.session_id) == num_indexed
+        assert (drafter._history.of("") is not None) is bool(num_learned)
 
 
 async def test_a_round_after_what_the_target_takes_for_the_end_is_answered() -> None:

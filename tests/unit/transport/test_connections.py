@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 import weakref
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -11,9 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider import limits
 from outrider.errors import ConfigError, Unavailable
+from outrider.interfaces.messages import Prefix
 from outrider.transport.channel import open_channel
+from outrider.transport.codec import VERIFY
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import RpcServer, ServerOptions, Serving, check_port
+from outrider.transport.stream_server import ReplicaServicer
+from outrider.v1 import types_pb2
 from tests.chaos.proxy import FaultProxy
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -193,4 +198,23 @@ async def test_few_releases_of_a_link_are_under_way_at_a_time(
         assert len(released) == 40
         assert b"session 59" in released[-1]
         released.clear()
+    await link.close()
+
+
+@pytest.mark.parametrize("learned", [None, Prefix(5, 2**64 - 1)])
+async def test_a_release_says_what_may_be_learned(
+    monkeypatch: pytest.MonkeyPatch, learned: Prefix | None
+) -> None:
+    link, service, name = GrpcLink("target", "127.0.0.1:1"), Mock(), "0" * 32
+    servicer = ReplicaServicer(service, VERIFY)
+
+    async def release(request: bytes, timeout: float) -> None:
+        await servicer.release(types_pb2.ReleaseRequest.FromString(request), None)
+
+    monkeypatch.setattr(link, "_release", release)
+    link.release(name, 3, learned)
+    async with asyncio.timeout(5):
+        while not service.release.called:
+            await asyncio.sleep(0.001)
+    service.release.assert_called_once_with(name, 3, learned)
     await link.close()

@@ -122,20 +122,49 @@ def test_a_plain_phase_lets_the_target_run_ahead_to_its_end_and_no_further() -> 
 
 def test_rounds_that_the_targets_look_up_drafts_for_run_ahead_too() -> None:
     """As far as their K is certain: the rounds that may run ahead all have it."""
-    world = World(acceptance=0.8, draft_s=0.0)
-    control = world.open(by_target=True)
+    world = World(acceptance=0.8, draft_s=0.0, by_target=True)
+    control = world.open()
     lengths = world.play(control, 600).lengths
     drafted = 0
     for index, length in enumerate(lengths[: 600 - RUN_AHEAD]):
         ahead = lengths[index + 1 : index + 1 + length.run_ahead]
-        assert {one.num_draft_tokens for one in ahead} <= {length.num_draft_tokens}
+        kinds = {(one.num_draft_tokens, one.min_chance) for one in ahead}
+        assert kinds <= {(length.num_draft_tokens, length.min_chance)}
         drafted += length.num_draft_tokens > 0 and length.run_ahead > 0
     assert drafted > 200
 
 
+def test_a_choice_of_the_same_length_lets_the_target_run_on() -> None:
+    """The target need not wait at each choice, so long as the length stays nearly the best."""
+    world = World(acceptance=0.9, draft_s=0.0, by_target=True)
+    control = world.open()
+    world.play(control, 400)
+    run = world.play(control, 400, first_index=400)
+    assert run.num_ahead > 0.9 * len(run.lengths)
+    assert max(set(run.asked), key=run.asked.count) == BOUND
+    world.acceptance = 0.2
+    world.play(control, 400, first_index=800)
+    assert world.play(control, 100, first_index=1200).asked.count(BOUND) < 5
+
+
+def test_a_round_that_ran_ahead_took_as_long_as_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts of several rounds arrive together, so their times of arrival say nothing."""
+    world, noted = World(acceptance=0.9, draft_s=0.0, by_target=True), list[float]()
+    control = world.open()
+    world.play(control, 40)
+    monkeypatch.setattr(
+        world.controls.costs, "note_drafted", lambda _, round_s, **__: noted.append(round_s)
+    )
+    for is_late in (False, True):
+        length = control.choose(ENDLESS, by_target=True)
+        num, now = length.num_draft_tokens, world.now + is_late
+        control.note(RoundResult(num, (0.0,) * num, 1, 100, 0.0, 0.03, now, ran_ahead=True))
+    assert noted == [0.03, 0.03]
+
+
 def test_no_round_with_drafts_runs_ahead_once_its_seed_is_repeated() -> None:
-    world = World(acceptance=0.8, draft_s=0.0)
-    control = world.open(by_target=True)
+    world = World(acceptance=0.8, draft_s=0.0, by_target=True)
+    control = world.open()
     world.play(control, 40)
     control.fix()
     lengths = world.play(control, 40, first_index=40).lengths

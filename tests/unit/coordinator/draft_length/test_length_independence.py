@@ -70,12 +70,17 @@ def at_random(seed: int) -> Notes:
 
 
 def play(
-    control: LengthControl, notes: Notes, num_rounds: int, first: int = 0
+    control: LengthControl,
+    notes: Notes,
+    num_rounds: int,
+    first: int = 0,
+    *,
+    by_target: bool = False,
 ) -> list[tuple[int, float]]:
     """K and the least chance of a look-up's token, of each round."""
     asked = []
     for index in range(first, first + num_rounds):
-        length = control.choose(ENDLESS)
+        length = control.choose(ENDLESS, by_target=by_target)
         asked.append((length.num_draft_tokens, length.min_chance))
         control.note(notes(index, length))
     return asked
@@ -225,8 +230,11 @@ def test_with_forgotten_seeds_the_round_costs_are_forgotten(
     np.testing.assert_equal(asdict(one.costs.forecast(BOUND, 10)), asdict(before))
 
 
+@pytest.mark.parametrize("by_target", [False, True])
 @pytest.mark.parametrize("rule", Rule)
-def test_a_length_is_planned_before_the_round_before_it_is_played(rule: Rule) -> None:
+def test_a_length_is_planned_before_the_round_before_it_is_played(
+    rule: Rule, by_target: bool
+) -> None:
     """A target that drafts for itself, or a draft that looks ahead, may draw its tokens during that
     round. So the length does not depend on what that round shows."""
     for history in range(6):
@@ -234,10 +242,10 @@ def test_a_length_is_planned_before_the_round_before_it_is_played(rule: Rule) ->
         for last in range(8):
             one, notes = made(), at_random(history)
             control = one.open(rule, 7, BOUND, 10)
-            play(control, notes, 12)
-            length = control.choose(ENDLESS)
+            play(control, notes, 12, by_target=by_target)
+            length = control.choose(ENDLESS, by_target=by_target)
             control.note(replace(at_random(last)(12, length), next_draft_s=10.0**-last))
-            following = control.choose(ENDLESS)
+            following = control.choose(ENDLESS, by_target=by_target)
             assert length.next_max == following.num_draft_tokens
             asked.add((following.num_draft_tokens, following.min_chance))
         assert len(asked) == 1

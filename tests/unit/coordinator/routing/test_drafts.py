@@ -1,6 +1,7 @@
 """Proposals that a coordinator looks up."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -62,7 +63,7 @@ async def test_a_token_that_costs_more_than_it_gains_is_not_proposed() -> None:
     assert found[2] == ()
     for length, token_ids in zip(lengths, found, strict=True):
         told = Mock(min_chance=length.min_chance)
-        drafts.probe(told).note(0, noise, 9)
+        drafts.probe(told).note(0, 9, partial(drafts.show, noise, length.min_chance))
         told.note_watched.assert_called_once_with(4, (0.0,) * len(token_ids))
 
 
@@ -81,9 +82,11 @@ async def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
 def watched(prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> list[Any]:
     """What length control is told about a session that decodes these tokens without drafts."""
     session, lengths = opened("0", 1, prompt), Mock(min_chance=0.0)
-    watch = LookupDrafts(SuffixDrafter(), context_of(session, num_draft_tokens=4)).probe(lengths)
+    drafts = LookupDrafts(SuffixDrafter(), context_of(session, num_draft_tokens=4))
+    watch = drafts.probe(lengths)
     for token_id in token_ids:
-        watch.note(0, RoundNoise(session.record.seed, Rule.BLOCK, session.length), token_id)
+        noise = RoundNoise(session.record.seed, Rule.BLOCK, session.length)
+        watch.note(0, token_id, partial(drafts.show, noise, 0.0))
         session.decide((token_id,), Counters(1, 0, 0))
     return [call.args for call in lengths.note_watched.mock_calls]
 

@@ -14,7 +14,7 @@ from coordinator.routing.drafts import LookupRequest
 from coordinator.routing.target_client import ANSWER_S, MISMATCHES_MAX
 from outrider import errors
 from outrider.foundation.refusals import REFUSALS
-from outrider.interfaces.messages import Resync, VerdictReply, VerifyItem
+from outrider.interfaces.messages import Prefix, Resync, VerdictReply, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters
@@ -23,6 +23,7 @@ from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.observer import SILENT
 from tests.support.session_links import (
     PROMPT,
+    TOY,
     ScriptedLink,
     later,
     play,
@@ -178,10 +179,48 @@ async def test_verdicts_after_other_tokens_are_dropped_and_nothing_runs_ahead_an
     assert link.sent[-1].run_ahead == 0
 
 
-async def test_a_target_whose_verdicts_are_all_on_other_tokens_fails_the_session() -> None:
-    link = ScriptedLink(*[lambda item: verdict(later(item, item.head.round, 5))] * MISMATCHES_MAX)
+OTHERS: Any = [lambda item: verdict(later(item, item.head.round, 5))] * MISMATCHES_MAX
+
+
+async def test_a_session_leaves_a_target_whose_verdicts_are_all_on_other_tokens() -> None:
+    """Such a target is one of an old version, which states no lengths and digests."""
+    one = session()
+    links = [ScriptedLink(*OTHERS), ScriptedLink(verdict, verdict)]
+    target = target_of(*links, one=one)
+    await play(target, one, 0)
+    assert (target.replica, len(links[0].sent)) == ("r1", MISMATCHES_MAX)
+    target._replica.leaving = True  # type: ignore[union-attr]
+    await play(target, one, 1)
+    assert target.replica == "r1"
+
+
+async def test_a_session_fails_if_the_verdicts_of_all_targets_are_on_other_tokens() -> None:
+    links = [ScriptedLink(*OTHERS) for _ in range(2)]
     with pytest.raises(errors.InvariantError, match="other tokens"):
-        await target_of(link).verify(0, EncodedProposal())
+        await target_of(*links).verify(0, EncodedProposal())
+    assert [len(link.sent) for link in links] == [MISMATCHES_MAX] * 2
+
+
+async def test_the_last_target_of_a_session_alone_may_learn_from_it() -> None:
+    one, learned = session(), Prefix(3, 7)
+    links = [ScriptedLink(verdict, errors.LinkLost("gone")), ScriptedLink(verdict)]
+    target = target_of(*links, one=one)
+    for index in range(2):
+        await play(target, one, index)
+    target.close(learned)
+    assert [link.learned for link in links] == [[None], [learned]]
+
+
+async def test_rounds_for_a_look_up_do_not_run_ahead_on_a_target_without_one() -> None:
+    """The session has moved there while it asked."""
+    asked: dict[str, Any] = {"run_ahead": 4, "num_tokens_left": 9}
+    links = [ScriptedLink(verdict), ScriptedLink(errors.LinkLost("gone")), ScriptedLink(verdict)]
+    for link, looks_up in zip(links, (True, True, False), strict=True):
+        link.description = replace(TOY, looks_up=looks_up)
+    for first, others in ((0, links[:1]), (1, links[1:])):
+        target = target_of(*others, one=session(name=str(first)))
+        await target.verify(0, EncodedProposal(), lookup=LookupRequest(3), **asked)
+    assert [link.sent[0].run_ahead for link in links] == [4, 4, 0]
 
 
 async def test_the_tokens_of_the_targets_look_up_are_those_that_the_verdict_is_about() -> None:
