@@ -311,10 +311,11 @@ class LengthControl:
         elif self._planned is not _PLAIN:
             self._num_planned = 0
 
-    def choose(self, num_left: int) -> RoundLength:
+    def choose(self, num_left: int, *, by_head: bool = False) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
         including the correction or bonus. The last call of `note` does not influence this length,
-        because a target or draft that works ahead may already have drawn tokens of this round."""
+        because a target or draft that works ahead may already have drawn tokens of this round.
+        `by_head` states whether a head in the target drafts for every round."""
         self._follows_plain = self._current is _PLAIN
         self._current = current = self._next or self._take_planned()
         run_ahead = 0
@@ -322,6 +323,10 @@ class LengthControl:
             run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
         self._plan()
         self._next = following = self._take_planned()
+        if by_head and following is not _PLAIN:
+            # With the verdict of the last of these rounds, the target drafts for one more round,
+            # which has the same K, too.
+            run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
         self._num_asked = min(current.num_draft_tokens, num_left - 1)
         num_next = max(0, min(following.num_draft_tokens, num_left - 2))
         return RoundLength(

@@ -168,6 +168,8 @@ class Drafts:
     by_target = False
     """Whether the target's look-up proposes. `propose` then returns an empty proposal. Must be set
     to False for rounds that are not timed (`RoundLength.is_timed`)."""
+    by_head = False
+    """Whether a head in the target proposes for every round, so that such rounds may run ahead."""
 
     def probe(self, lengths: LengthControl) -> LookupProbe | None:
         """Returns a probe with which `lengths` learns from plain rounds; None if a replica must
@@ -191,6 +193,11 @@ class Drafts:
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""
         raise NotImplementedError
+
+    def take_next(self, length: RoundLength) -> Drafted | None:
+        """Returns the proposal that the newest verdict has brought for this round; None if it has
+        brought none."""
+        return None
 
     def lookup_request(self, length: RoundLength) -> LookupRequest:
         """Returns what the target's look-up should propose for a round of this `length`."""
