@@ -1,7 +1,8 @@
 """Run-ahead: a target runs rounds before the coordinator asks for them. Proposals, if there are
-any, come from the target's look-up. The next round of a session is formed right after the verdict
-of the round before, between two steps. For that, the target computes the outcome that the
-coordinator will compute, because both have the same random numbers."""
+any, come from the target's look-up, or from its head, together with the verdict before. The next
+round of a session is formed right after the verdict of the round before, between two steps. For
+that, the target computes the outcome that the coordinator will compute, because both have the same
+random numbers."""
 
 from collections import OrderedDict
 from collections.abc import Collection
@@ -15,6 +16,7 @@ from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.replica.step_loop import Continuation, Prepared, StepLoop
 from outrider.replica.step_request import StepRequest, refusal
 from outrider.speculation.accept_reject import decide
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 
 
@@ -46,7 +48,7 @@ class RunAheads(Continuation[VerifyItem]):
                 return
             # To this target, the completion has ended. But the coordinator decides that.
         self._end(session_id, steps)
-        if item.run_ahead > 0 and not item.proposal:
+        if item.run_ahead > 0:
             if len(self.sessions) >= SEQUENCES_PER_REPLICA_MAX:
                 idle = (name for name, run in self.sessions.items() if run.request is None)
                 self._end(next(idle, next(iter(self.sessions))), steps, refuses=True)
@@ -104,6 +106,21 @@ class _Start(NamedTuple):
     """The last of them; not set for the round of the item."""
     digest_before: int = 0
     """Digest of the tokens before the last one."""
+    proposal: EncodedProposal = EMPTY_ENCODED_PROPOSAL
+    """The proposal of the item, or what the target's head has drafted for this round."""
+
+
+class _Room(NamedTuple):
+    """The fields of a `VerifyItem` that depend on how much of the completion is left."""
+
+    num_tokens_left: int
+    num_lookup_tokens: int
+    num_next_draft_tokens: int
+
+
+def _settings(item: VerifyItem) -> tuple[int | None, int, bool]:
+    """The fields of an item that are equal in all rounds."""
+    return item.num_logprobs, item.next_budget_us, item.ignores_eos
 
 
 class RunAhead:
@@ -119,9 +136,12 @@ class RunAhead:
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
         head = work.item.head
         # Where the first round begins, and each round after a reply.
-        self._starts = [_Start(head.committed_length, head.committed_digest)]
-        self._has_ended = False
-        """Whether the last reply ends the completion."""
+        self._starts = [
+            _Start(head.committed_length, head.committed_digest, proposal=work.item.proposal)
+        ]
+        self._is_over = False
+        """Whether the last reply ends the completion, or lacks the next proposal, so that the
+        coordinator must propose."""
         self._foreseen: VerifyItem | None = None
         self._num_probe_tokens = 0
         """`VerifyItem.num_probe_tokens` of the next round that is formed."""
@@ -132,22 +152,22 @@ class RunAhead:
 
     def continues(self, item: VerifyItem) -> bool:
         """Whether this run-ahead can answer `item`. The item must ask for a round with a known
-        verdict or for the next round, with the same prefix and parameters. The item must also allow
-        all rounds that this run-ahead allows. Otherwise the item's coordinator could get more
-        verdicts than it asked for."""
+        verdict or for the next round, with the same prefix, proposal and parameters. The item must
+        also allow all rounds that this run-ahead allows. Otherwise the item's coordinator could get
+        more verdicts than it asked for."""
         own, other = self._item.head, item.head
         rounds = other.round - own.round
         if not 0 <= rounds < len(self._starts):
             return False
         start = self._starts[rounds]
         return (
-            not item.proposal.token_ids
+            item.proposal == start.proposal
             and other.round + item.run_ahead >= self._last_round
             and start.length == other.committed_length
             and start.digest == other.committed_digest
-            and self._tokens_left(start.length)
-            == (item.num_tokens_left, item.num_lookup_tokens, item.ignores_eos)
-            and item.num_logprobs == self._item.num_logprobs
+            and self._room(start.length)
+            == _Room(item.num_tokens_left, item.num_lookup_tokens, item.num_next_draft_tokens)
+            and _settings(item) == _settings(self._item)
             and (
                 item.num_lookup_tokens == 0
                 or item.lookup_min_chance == self._item.lookup_min_chance
@@ -157,14 +177,17 @@ class RunAhead:
             and other.constraint_hash == own.constraint_hash
         )
 
-    def _tokens_left(self, length: int) -> tuple[int, int, bool]:
-        """`num_tokens_left`, `num_lookup_tokens` and `ignores_eos` of a round that begins at this
-        committed length. A look-up proposes no more tokens than have room before the last one."""
-        item, num_lookup = self._item, self._item.num_lookup_tokens
-        if item.num_tokens_left == 0:
-            return 0, num_lookup, item.ignores_eos
-        left = max(0, item.num_tokens_left - (length - item.head.committed_length))
-        return left, min(num_lookup, max(0, left - 1)), item.ignores_eos
+    def _room(self, length: int) -> _Room:
+        """The room of a round that begins at this committed length. A round has no more draft
+        tokens than have room before its last token. It leaves room for one token or more, so the
+        next round has no more than have room before the last two tokens."""
+        item = self._item
+        room = _Room(item.num_tokens_left, item.num_lookup_tokens, item.num_next_draft_tokens)
+        if room.num_tokens_left == 0:
+            return room
+        left = max(0, room.num_tokens_left - (length - item.head.committed_length))
+        num_lookup = min(room.num_lookup_tokens, max(0, left - 1))
+        return _Room(left, num_lookup, min(room.num_next_draft_tokens, max(0, left - 2)))
 
     def extend(self, work: StepRequest[VerifyItem]) -> list[VerdictReply]:
         """Replaces the item of this run-ahead by that of `work`, which must satisfy `continues`.
@@ -189,19 +212,23 @@ class RunAhead:
         ahead, item, start = self._item.run_ahead, self._item, self._starts[-1]
         may_wait = len(self.replies) not in (0, ahead - ahead // 2)
         self.replies.append(reply)
-        token_ids = reply.verdict.correction
-        if reply.looked_up:
+        token_ids, drafted = reply.verdict.correction, start.proposal.token_ids or reply.looked_up
+        if drafted:
             noise = RoundNoise(item.head.seed, item.head.rule, start.length)
-            uniforms = noise.accept_uniforms(len(reply.looked_up))
-            token_ids = decide(reply.verdict, reply.looked_up, noise.rule, uniforms).token_ids
-        before = digest_after(start.digest, token_ids[:-1])
+            uniforms = noise.accept_uniforms(len(drafted))
+            token_ids = decide(reply.verdict, drafted, noise.rule, uniforms).token_ids
+        before, newest = digest_after(start.digest, token_ids[:-1]), token_ids[-1]
         end = start.length + len(token_ids)
-        self._starts.append(
-            _Start(end, extend_digest(before, token_ids[-1]), token_ids[-1], before)
-        )
-        is_full = 0 < item.num_tokens_left <= end - item.head.committed_length
+        proposal, left = reply.next_proposal, 0
+        if item.num_tokens_left:
+            left = item.num_tokens_left - (end - item.head.committed_length)
+            proposal = proposal.cut(max(0, left - 1))
+        self._starts.append(_Start(end, extend_digest(before, newest), newest, before, proposal))
         stops = item.head.params().stop_token_ids
-        self._has_ended = is_full or any(
+        is_full = item.num_tokens_left > 0 and left <= 0
+        has_no_draft = item.num_next_draft_tokens > 0 and not reply.next_proposal
+        self._is_over = is_full or has_no_draft
+        self._is_over |= any(
             token_id in stops or (token_id in eos_token_ids and not item.ignores_eos)
             for token_id in token_ids
         )
@@ -214,22 +241,19 @@ class RunAhead:
         rounds, start = len(self.replies) + 1, self._starts[-1]
         item = self._item
         is_last = item.num_tokens_left == 1 + start.length - item.head.committed_length
-        if (
-            rounds <= item.run_ahead
-            and start.length < length_max
-            and not (is_last or item.num_lookup_tokens)
-        ):
+        drafts = item.num_lookup_tokens or item.num_next_draft_tokens or start.proposal
+        if rounds <= item.run_ahead and start.length < length_max and not (is_last or drafts):
             end = _Start(start.length + 1, EMPTY_DIGEST, _UNKNOWN, start.digest)
             self._foreseen = self._later_round(end, rounds)
         return self._foreseen
 
     def next_request(self, now: float, length_max: int) -> StepRequest[VerifyItem] | None:
         """Forms the next round, which appends the last token of the round before it. Returns None
-        if all allowed rounds have run, or the completion has ended. The prefix of a round has at
-        most `length_max` tokens."""
+        if all allowed rounds have run, or if the coordinator must ask for the next one. The prefix
+        of a round has at most `length_max` tokens."""
         rounds, start = len(self.replies), self._starts[-1]
         foreseen, self._foreseen = self._foreseen, None
-        if rounds > self._item.run_ahead or self._has_ended or start.length > length_max:
+        if rounds > self._item.run_ahead or self._is_over or start.length > length_max:
             return None
         item = self._item
         if foreseen is not None:
@@ -253,12 +277,14 @@ class RunAhead:
             append=(start.last_token,),
             traceparent="",  # Only the first round is traced.
         )
-        left, num_lookup, _ = self._tokens_left(start.length)
+        room = self._room(start.length)
         return replaced(
             item,
             head=head,
+            proposal=start.proposal,
             features_from=None,
-            num_tokens_left=left,
-            num_lookup_tokens=num_lookup,
+            num_tokens_left=room.num_tokens_left,
+            num_lookup_tokens=room.num_lookup_tokens,
             num_probe_tokens=self._num_probe_tokens,
+            num_next_draft_tokens=room.num_next_draft_tokens,
         )

@@ -21,7 +21,7 @@ from outrider.drafters.autoregressive_draft import AutoregressiveDraft, DraftSam
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
 from outrider.drafters.features import BYTES_OF_A_NUMBER, Features, rows_max
 from outrider.errors import BadRequest, InvariantError, OutriderError, check
-from outrider.foundation.tokens import extend_digest
+from outrider.foundation.tokens import digest_after, extend_digest
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.token_mask import AllowedTokens, TokenMask
 from outrider.interfaces.engine import DraftingEngine, Engine, FeatureKeeper, SequenceStep
@@ -327,7 +327,7 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             rows = masked_logits(logits[:-1].cpu(), work.verify_input.masks[:-1])
             audited = audit(rows, proposal.token_ids, work.sampling, work.history)
         held = self._engine.tokens(work.head.session_id)
-        cached_length = len(held)
+        cached_length, prefix_digest = len(held), held.digest(work.head.committed_length)
         expected = work.head.committed_length + len(proposal)
         if cached_length != expected:
             raise InvariantError(f"{cached_length} slots are held, not {expected}")
@@ -340,7 +340,8 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             has_looked_up=work.has_looked_up,
             probed=work.probed,
             committed_length=work.head.committed_length,
-            prefix_digest=held.digest(work.head.committed_length),
+            prefix_digest=prefix_digest,
+            proposal_digest=digest_after(prefix_digest, proposal.token_ids),
             audit=audited,
         )
 

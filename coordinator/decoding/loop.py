@@ -27,7 +27,13 @@ from coordinator.routing.drafts import (
 )
 from coordinator.routing.replica_pool import SessionContext
 from coordinator.routing.target_client import TargetClient
-from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable, check
+from outrider.errors import (
+    DeadlineExceeded,
+    InvariantError,
+    OutriderError,
+    StaleEpoch,
+    StoreUnavailable,
+)
 from outrider.foundation.logs import about, identify
 from outrider.foundation.values import replaced, value
 from outrider.interfaces.messages import PositionLogprobs, Prefix, VerdictReply
@@ -95,6 +101,8 @@ class SessionRun:
         """Whether the store has the session's end."""
         self._is_told = False
         self._handed_over = False
+        self._is_timed = True
+        """`RoundLength.is_timed` of the newest round."""
         self._held_back = ""
         """Text that the completion held back when decoding stopped early. It is sent together with
         `Finished`. If the stream broke between the two, a resumed stream would repeat the text."""
@@ -266,9 +274,9 @@ class SessionRun:
         num_tokens = self.parameters.num_draft_tokens + 1
         if self.parameters.include_rounds or not self._commits.has_room(num_tokens):
             return None
-        if self._draft.by_target and not self._lengths.is_timed:
-            return None  # `_begin` recalls these rounds.
-        return self._target.take_ahead()
+        if self._is_timed and not self._lengths.is_timed:
+            return None  # `_end_timing` may recall these rounds.
+        return self._target.take_ahead(self._completion.remaining)
 
     async def _round(self, decided: _Decided) -> FinishReason | None:
         """Runs a round, and adds its outcome to `decided`. Returns why the session ends; None if it
@@ -296,10 +304,12 @@ class SessionRun:
         """Like `_round`, for a round whose verdict has arrived."""
         index, now = decided.next_round, self._clock()
         length, noise = self._begin(index)
-        drafted = _NOT_DRAFTED
+        drafted: Drafted | None = _NOT_DRAFTED
         if length.num_draft_tokens:
-            check(self._draft.by_target, "a target ran a round ahead that another drafts for")
-            drafted = drafted_by_target(length)
+            by_target = self._draft.by_target
+            drafted = drafted_by_target(length) if by_target else self._draft.take_next(length)
+        if drafted is None:
+            raise InvariantError("a target ran a round ahead that another drafts for")
         self._draft.next_round_request(length)
         self._observer.asked("target")
         asked = _AskedRound(index, length, noise, drafted, now, now)
@@ -312,17 +322,24 @@ class SessionRun:
 
     def _begin(self, index: int) -> tuple[RoundLength, RoundNoise]:
         self._observer.round_began(index)
-        remaining, by_target = self._completion.remaining, self._target_drafts
-        length = self._lengths.choose(remaining, by_target=by_target)
-        if self._draft.by_target and not length.is_timed:
-            # What the target has indexed so far, and for which sessions it has pages, may depend on
-            # the other session with this seed.
-            self._draft.by_target = False
-            self._target.recall()
+        length = self._lengths.choose(
+            self._completion.remaining, by_target=self._target_drafts, by_head=self._draft.by_head
+        )
+        if self._is_timed and not length.is_timed:
+            self._end_timing()
         if index > 0:
             self._observer.count("rounds_by_num_draft_tokens", str(length.num_draft_tokens))
         record = self.session.record
         return length, RoundNoise(record.seed, record.rule, self.session.length)
+
+    def _end_timing(self) -> None:
+        """Recalls the rounds that the target runs ahead with drafts. Their drafts may have ended
+        for lack of time or pages, or because a text was not indexed. This may depend on the other
+        session with this seed. Later rounds of a head run ahead again."""
+        self._is_timed = False
+        if self._draft.by_target or self._draft.by_head:
+            self._target.recall()
+        self._draft.by_target = False
 
     def _decide(
         self, decided: _Decided, asked: _AskedRound, reply: VerdictReply

@@ -326,19 +326,26 @@ class LengthControl:
         elif self._planned is not _PLAIN:
             self._num_planned = 0
 
-    def choose(self, num_left: int, *, by_target: bool = False) -> RoundLength:
+    def choose(
+        self, num_left: int, *, by_target: bool = False, by_head: bool = False
+    ) -> RoundLength:
         """Returns the length of the next round. The completion has room for `num_left` more tokens,
         including the correction or bonus. The last call of `note` does not influence this length,
         because a target or draft that works ahead may already have drawn tokens of this round.
         `by_target` states whether the target's look-up drafts, so that this round and later rounds
-        with the same K may run ahead."""
+        with the same K may run ahead; `by_head`, whether a head in the target drafts for every
+        round."""
         self._follows_plain = self._current is _PLAIN
         self._current = current = self._next or self._take_planned()
         run_ahead = 0
         if current is _PLAIN or (by_target and self.is_timed):
             run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
-        self._plan(runs_ahead=by_target and self.is_timed)
+        self._plan(runs_ahead=by_head or (by_target and self.is_timed))
         self._next = following = self._take_planned()
+        if by_head and following is not _PLAIN:
+            # With the verdict of the last of these rounds, the target drafts for one more round,
+            # which has the same K, too.
+            run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
         self._num_asked = min(current.num_draft_tokens, num_left - 1)
         num_next = max(0, min(following.num_draft_tokens, num_left - 2))
         return RoundLength(

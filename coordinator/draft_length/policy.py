@@ -13,8 +13,8 @@ class RoundLength:
     num_draft_tokens: int
     run_ahead: int
     """Number of rounds after this round that certainly have no proposal, or whose proposals come
-    from the target's look-up and certainly have the same K. The target may run these rounds without
-    waiting for the coordinator."""
+    from the target's look-up or head and certainly have the same K. The target may run these rounds
+    without waiting for the coordinator."""
     next_max: int = 0
     """Largest possible K of the next round. A target with a head drafts this many tokens in the
     step that gives this round's verdict."""

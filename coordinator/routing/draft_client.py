@@ -450,7 +450,8 @@ class DraftClient(_ModelDrafts):
 
 class SelfDraftClient(_ModelDrafts):
     """Gets proposals from a head in the target. A round's proposal comes with the previous round's
-    verdict. If a verdict has no proposal, for example after run-ahead, the look-up proposes."""
+    verdict, also if the target runs the round ahead. If a verdict has no proposal, for example that
+    of a plain round that ran ahead, the look-up proposes."""
 
     def __init__(
         self,
@@ -463,6 +464,7 @@ class SelfDraftClient(_ModelDrafts):
         self._next_max = 0
         """`RoundLength.next_max` of the newest request. A hybrid may ask for fewer tokens."""
         self._is_rejected = False
+        self.by_head = not self._is_hybrid
         self._reply: VerdictReply | None = None
         """The newest verdict, if it has a valid proposal that is not used yet."""
 
@@ -470,17 +472,22 @@ class SelfDraftClient(_ModelDrafts):
         """Returns the proposal of the newest verdict, or of the look-up. The choice never depends
         on the drawn tokens."""
         num_wanted = length.num_draft_tokens
-        reply, self._reply = self._reply, None
-        if reply is not None and reply.next_base_length != self._session.length:
-            reply = None
-        if reply is None or self._is_hybrid:
+        drafted = self.take_next(length)
+        if drafted is None or self._is_hybrid:
             proposal, score = self._lookup.propose(num_wanted, noise)
             is_sure = score >= self._confident
-            if reply is None or is_sure:
+            if drafted is None or is_sure:
                 is_fallback = not is_sure and self._wanted.num_draft_tokens > 0
                 # 0: length control must not learn from a look-up that stands in for the head.
                 num_asked = num_wanted if is_sure else 0
                 return Drafted(proposal, "fallback" if is_fallback else "local", 0.0, num_asked)
+        return drafted
+
+    def take_next(self, length: RoundLength) -> Drafted | None:
+        num_wanted = length.num_draft_tokens
+        reply, self._reply = self._reply, None
+        if reply is None or reply.next_base_length != self._session.length:
+            return None
         next_proposal = reply.next_proposal
         num_drafted = len(next_proposal)
         num_asked = min(num_drafted if reply.next_out_of_time else self._next_max, num_wanted)
@@ -508,6 +515,7 @@ class SelfDraftClient(_ModelDrafts):
 
     def reject(self) -> None:
         self._is_rejected, self._reply, self._wanted = True, None, NO_NEXT_REQUEST
+        self.by_head = False
 
 
 def open_drafts(

@@ -181,6 +181,8 @@ class Drafts:
     by_target = False
     """Whether the target's look-up should draft for timed rounds (`RoundLength.is_timed`). For
     other rounds, and for a target without a look-up, `propose` is called."""
+    by_head = False
+    """Whether a head in the target proposes for every round, so that such rounds may run ahead."""
 
     def probe(self, lengths: LengthControl) -> LookupProbe | None:
         """Returns a probe with which `lengths` learns from plain rounds; None if a replica must
@@ -208,6 +210,11 @@ class Drafts:
     async def propose(self, round_index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
         """Returns a proposal within the limits of `length` on tokens and time."""
         raise NotImplementedError
+
+    def take_next(self, length: RoundLength) -> Drafted | None:
+        """Returns the proposal that the newest verdict has brought for this round; None if it has
+        brought none."""
+        return None
 
     def next_round_request(self, length: RoundLength) -> NextRoundRequest:
         """Returns what the target should send with its verdict on a round of this `length`."""

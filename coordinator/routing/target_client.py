@@ -23,6 +23,7 @@ from outrider.errors import (
 )
 from outrider.foundation.backoff import backoff
 from outrider.foundation.refusals import REFUSALS
+from outrider.foundation.tokens import digest_after
 from outrider.interfaces.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica.step_request import CANCELLED_CODE
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
@@ -61,6 +62,10 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self._was_overloaded = False
         self._asked_until = -1
         """The last round that the target may run without another request."""
+        self._asked_drafts = 0
+        """Number of tokens that the target's head drafts for each round after the requested one."""
+        self._next_proposal = EMPTY_ENCODED_PROPOSAL
+        """What the newest verdict proposes for a round that the target runs without a request."""
         self._num_mismatches = 0
         """Number of the target's verdicts on other tokens than the session's."""
         self._runs_ahead = True
@@ -99,9 +104,8 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         num_retries, num_silences, num_refusals = 0, 0, 0
         wait_s, absence = ANSWER_S, None
         number = self.begin(round_index)
-        # Whether an earlier request covers this round, and half of the `run_ahead` rounds after it.
-        is_covered = self._asked_until - number >= run_ahead // 2
-        ask = bool(proposal.token_ids) or self.was_lost or not is_covered
+        is_same = proposal == self._proposal_ahead(num_tokens_left)
+        ask = self.was_lost or not (is_same and self._covers(number, run_ahead, wanted))
         self.was_asked = False
         while True:
             try:
@@ -124,8 +128,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
             else:
                 absence = None
                 if isinstance(answer, VerdictReply):
-                    if self._follows(answer):
-                        self._set_verified(answer, proposal)
+                    if self._take_verdict(answer, proposal):
                         return answer
                 elif isinstance(answer, Resync):
                     self.resync(answer)
@@ -138,41 +141,66 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
                     ask = len(proposal) > 0 and num_refusals != 2
                     if ask:
                         proposal = self._cut(proposal, num_refusals, answer.message)
+                        run_ahead = 0  # The caller stops using the drafter.
                     continue
                 else:
                     await self._take_refusal(answer, refused, num_retries)
                     num_retries += 1
             number, ask = self.begin(round_index), True
 
-    def take_ahead(self) -> VerdictReply | None:
+    def take_ahead(self, num_tokens_left: int = 0) -> VerdictReply | None:
         """Begins the next round, and returns its verdict, if the target may run this round without
         another request, and the verdict has arrived. Otherwise returns None, and begins no round.
-        Must be called after `verify`."""
+        `num_tokens_left`: as in `verify`, after which this must be called."""
         number = self._round + 1
         answer = self._answers.get(number) if number <= self._asked_until else None
-        if not isinstance(answer, VerdictReply) or not self._follows(answer):
+        if not isinstance(answer, VerdictReply):
+            return None
+        proposal, before = self._proposal_ahead(num_tokens_left), self._round
+        self._round = number
+        if not self._take_verdict(answer, proposal):
+            self._round = before
             return None
         del self._answers[number]
-        self._round, self.was_asked = number, False
-        self._set_verified(answer, EMPTY_ENCODED_PROPOSAL)
+        self.was_asked = False
         return answer
 
-    def _follows(self, answer: VerdictReply) -> bool:
-        """Whether a verdict is on the session's tokens. If not, coordinator and target differ in an
-        earlier outcome. Then drops this verdict and all later ones, and lets targets run no more
-        rounds ahead. If this happens `MISMATCHES_MAX` times, leaves the target. Raises
-        `InvariantError` if there is no other."""
+    def _proposal_ahead(self, num_tokens_left: int) -> EncodedProposal:
+        """The proposal of the next round if the target runs it without another request, except for
+        tokens of the target's look-up."""
+        if num_tokens_left == 0:
+            return self._next_proposal
+        return self._next_proposal.cut(num_tokens_left - 1)
+
+    def _covers(self, number: int, run_ahead: int, wanted: NextRoundRequest) -> bool:
+        """Whether an earlier request covers this round, and half of the `run_ahead` rounds after
+        it. If these need other drafts than that request states, they are requested when all rounds
+        of that request have run."""
+        if self._asked_drafts != wanted.num_draft_tokens:
+            run_ahead = 0
+        return self._asked_until - number >= run_ahead // 2
+
+    def _take_verdict(self, answer: VerdictReply, proposal: EncodedProposal) -> bool:
+        """Whether a verdict is on the session's tokens and on `proposal`, or on the tokens of the
+        target's look-up. If so, sets `verified`. If not, coordinator and target differ in an
+        earlier outcome or in the proposal. Then drops this verdict and all later ones, and lets
+        targets run no more rounds ahead. If this happens `MISMATCHES_MAX` times, leaves the target.
+        Raises `InvariantError` if there is no other, or if the verdict has another number of draft
+        tokens."""
+        if answer.looked_up and not proposal.token_ids:
+            proposal = EncodedProposal(answer.looked_up)
         tokens = self.context.session.tokens
-        length, digest = len(tokens), tokens.digest()
-        if (answer.committed_length, answer.prefix_digest) == (length, digest):
+        own = len(tokens), tokens.digest(), digest_after(tokens.digest(), proposal.token_ids)
+        stated = answer.committed_length, answer.prefix_digest, answer.proposal_digest
+        if stated == own:
+            self._set_verified(answer, proposal)
             return True
         _log.error(
-            "a verdict of round %d is on %d tokens with digest %x, not on %d with digest %x",
+            "a verdict of round %d is on %d tokens with digest %x, and %x with its draft tokens, "
+            "not on %d with digests %x and %x",
             answer.key.round,
-            answer.committed_length,
-            answer.prefix_digest,
-            length,
-            digest,
+            *stated,
+            *own,
         )
         self.context.observer.count("verdict_mismatches")
         self._num_mismatches += 1
@@ -190,13 +218,16 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         self.renumber()
 
     def _set_verified(self, answer: VerdictReply, proposal: EncodedProposal) -> None:
-        if answer.looked_up and not proposal.token_ids:
-            proposal = EncodedProposal(answer.looked_up)
         num, verdict = len(proposal.token_ids), answer.verdict
         if not num == len(verdict.accept_probability) == len(verdict.correction) - 1:
             num_judged = len(verdict.accept_probability)
             raise InvariantError(f"the verdict has {num_judged} draft tokens; {num} were proposed")
         self.verified = proposal
+        self._next_proposal = EMPTY_ENCODED_PROPOSAL
+        if self._asked_drafts:
+            self._next_proposal = answer.next_proposal
+            if not answer.next_proposal:
+                self._asked_until = min(self._asked_until, self._round)  # It is the last one.
 
     def _cut(self, proposal: EncodedProposal, num_refusals: int, reason: str) -> EncodedProposal:
         """The part of a proposal to ask for after so many refusals of its q."""
@@ -246,6 +277,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         )
         self.send(item)
         self._asked_until = number + run_ahead
+        self._asked_drafts = wanted.num_draft_tokens
 
     def _rest_s(self, num_retries: int) -> float:
         return backoff(RETRY_S_MIN, RETRY_S_MAX, num_retries, self._random)

@@ -25,6 +25,7 @@ import numpy as np
 
 from outrider.client import Client
 from outrider.errors import Unavailable
+from outrider.foundation.tokens import digest_after
 from outrider.interfaces.messages import (
     DraftItem,
     ProposalReply,
@@ -309,6 +310,7 @@ def verify(item: VerifyItem) -> VerdictReply:
         head.committed_length + size,
         committed_length=head.committed_length,
         prefix_digest=head.committed_digest,
+        proposal_digest=digest_after(head.committed_digest, item.proposal.token_ids),
     )
 
 

@@ -298,8 +298,9 @@ class TargetConfig(ModelServerConfig):
     lookup: Internal[DraftConfig] = DraftConfig(model="model")
     """Settings of the target's look-up. If `lookup.model` is not a look-up, the target has none."""
     stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
-    """In plain decoding, the target collects tokens for this time before it sends them, ms. A
-    longer interval saves CPU time, but clients get the tokens in larger groups."""
+    """If the target runs rounds ahead of the coordinator, as in plain decoding, it collects tokens
+    for this time before it sends them, ms. A longer interval saves CPU time, but clients get the
+    tokens in larger groups."""
 
 
 ReplicaConfig = TargetConfig | DraftConfig
@@ -364,7 +365,7 @@ class CoordinatorConfig(ServerConfig):
     device, otherwise 0."""
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
     """Largest number of rounds that a target may run ahead of the coordinator: rounds without
-    drafts, and rounds for which the target's look-up drafts."""
+    drafts, and rounds for which the target's look-up or head drafts."""
     lookup_on: Literal["coordinator", "target"] = "coordinator"
     """Where look-ups (`suffix`, `ngram`) draft. On the target, they draft for several rounds that
     do not wait for the coordinator, unless another session has the same seed (under the rules token

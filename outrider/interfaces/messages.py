@@ -107,10 +107,13 @@ class VerifyItem:
     head: RoundHead
     proposal: EncodedProposal = EMPTY_ENCODED_PROPOSAL
     run_ahead: int = 0
-    """Number of later rounds that the target may run and answer without further items."""
+    """Number of later rounds that the target may run and answer without further items. They are
+    plain, unless `num_lookup_tokens` or `num_next_draft_tokens` is set."""
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
-    """Largest number of tokens to draft for the next round, if the target drafts for itself."""
+    """Largest number of tokens to draft for the next round, if the target drafts for itself. In
+    rounds that the target runs ahead, `next_proposal` of the verdict before is the proposal. A
+    verdict without a `next_proposal` is then the last one."""
     features_from: int | None = None
     """Asks for the `Features` of the committed tokens from this position on; None = no features."""
     next_budget_us: int = 0
@@ -235,6 +238,8 @@ class VerdictReply:
     """Number of committed tokens at the start of the round."""
     prefix_digest: int = 0
     """Digest of these tokens."""
+    proposal_digest: int = 0
+    """Digest of these tokens and the draft tokens that this verdict is about."""
     audit: AuditSums | None = None
     """None if the item did not ask for an audit."""
 

@@ -68,7 +68,7 @@ class VerifyReplyItem(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., resync: _Optional[_Union[_types_pb2.Resync, _Mapping]] = ..., refused: _Optional[_Union[_types_pb2.Refused, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length", "next_draft_ms", "next_work_ms", "next_out_of_time", "features", "looked_up", "has_looked_up", "probed", "committed_length", "prefix_digest", "audit")
+    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length", "next_draft_ms", "next_work_ms", "next_out_of_time", "features", "looked_up", "has_looked_up", "probed", "committed_length", "prefix_digest", "proposal_digest", "audit")
     ACCEPT_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     CORRECTION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class Verdict(_message.Message):
     PROBED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     accept_probability: _containers.RepeatedScalarFieldContainer[float]
     correction: _containers.RepeatedScalarFieldContainer[int]
@@ -104,8 +105,9 @@ class Verdict(_message.Message):
     probed: _containers.RepeatedScalarFieldContainer[int]
     committed_length: int
     prefix_digest: int
+    proposal_digest: int
     audit: AuditSums
-    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ..., next_draft_ms: _Optional[float] = ..., next_work_ms: _Optional[float] = ..., next_out_of_time: _Optional[bool] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ..., looked_up: _Optional[_Iterable[int]] = ..., has_looked_up: _Optional[bool] = ..., probed: _Optional[_Iterable[int]] = ..., committed_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., audit: _Optional[_Union[AuditSums, _Mapping]] = ...) -> None: ...
+    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ..., next_draft_ms: _Optional[float] = ..., next_work_ms: _Optional[float] = ..., next_out_of_time: _Optional[bool] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ..., looked_up: _Optional[_Iterable[int]] = ..., has_looked_up: _Optional[bool] = ..., probed: _Optional[_Iterable[int]] = ..., committed_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., proposal_digest: _Optional[int] = ..., audit: _Optional[_Union[AuditSums, _Mapping]] = ...) -> None: ...
 
 class AuditSums(_message.Message):
     __slots__ = ("num_tokens", "num_impossible", "num_unlikely", "num_near_ties", "surprise", "entropy", "variance")

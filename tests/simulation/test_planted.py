@@ -36,15 +36,18 @@ from outrider.sessions.state import Session
 from outrider.sessions.store import Append, SessionRecord
 from outrider.speculation.accept_reject import decide
 from outrider.speculation.logits_processing import raw_logprobs
+from outrider.speculation.proposal import EncodedProposal
 from outrider.speculation.sampling_params import Rule
 from target_service import run_ahead, verifier
 from target_service.lookups import TargetLookups
-from tests.simulation import plans, scenario, world
+from target_service.run_ahead import RunAhead
+from tests.simulation import nodes, plans, scenario, world
 from tests.simulation.faults import GREATER
 from tests.simulation.processes import Process, wall_clock_s
 from tests.simulation.redis_data import Command
 from tests.simulation.redis_host import RedisServer
 from tests.simulation.scenario import run_seed
+from tests.simulation.toy import SPEC
 
 NUM_SEEDS = 80
 Fields = dict[bytes, bytes]
@@ -351,6 +354,24 @@ def history_of_unstored_ends(patch: Patch) -> None:
     patch.setattr(SessionRun, "_learned", at_once)
 
 
+def target_continues_with_another_proposal(patch: Patch) -> None:
+    """A round that a head's target runs ahead has another draft token than the verdict before
+    stated."""
+    patch.setattr(nodes, "KINDS", [nodes.KINDS[2]])
+    later_round = RunAhead._later_round
+
+    def other(self: RunAhead, start: Any, rounds: int) -> Any:
+        first, *rest = start.proposal.token_ids or (None,)
+        if first is not None:
+            token_ids = ((first + 1) % SPEC.vocab_size, *rest)
+            # Certain draws, whatever the rule.
+            proposal = EncodedProposal(token_ids).without_q(self._item.head.rule)
+            start = start._replace(proposal=proposal)
+        return later_round(self, start, rounds)
+
+    patch.setattr(RunAhead, "_later_round", other)
+
+
 KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     shown_before_committed: (),
     batch_committed_in_part: (),
@@ -381,6 +402,7 @@ KINDS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     grant_outlives_its_session: (),
     history_of_dropped_rounds: (),
     history_of_unstored_ends: (),
+    target_continues_with_another_proposal: (),
 }
 """Greater faults with which each is searched; empty for all."""
 

@@ -15,6 +15,7 @@ from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.drafter import DraftRequest
 from outrider.drafters.lookup import Guess, LookupDrafter
 from outrider.errors import Unavailable
+from outrider.foundation.tokens import digest_after
 from outrider.interfaces.messages import (
     Prefix,
     ProposalReply,
@@ -92,6 +93,7 @@ def verdict(item: Any, correction: int = 9) -> VerdictReply:
         head.committed_length + num,
         committed_length=head.committed_length,
         prefix_digest=head.committed_digest,
+        proposal_digest=digest_after(head.committed_digest, item.proposal.token_ids),
     )
 
 

@@ -268,6 +268,58 @@ async def test_a_short_proposal_of_a_head_is_used() -> None:
     check_fair([one.tokens[0] for session in rounds for one in session[1:]], detects=0.17)
 
 
+class TellingHead(CoinHead):
+    """A target with a head that likes token 0 more than the target does. In rounds whose second
+    random number another session may have shown, the head has time for one token only if this
+    number refuses token 0."""
+
+    seed = 0
+    told_from: dict[str, int] | None = None
+    """See `TellingDraft`."""
+    likely = Coins(zero=0.9)
+
+    def forward_draft(self, steps: Sequence[SequenceStep], carried: Any) -> torch.Tensor:
+        self._pool.append(steps, whole=False)
+        for step, one in zip(steps, carried, strict=True):
+            length = self.length(step.sequence_id)
+            if self.told_from is None or one.any():
+                continue  # `length` is the committed length only if no token is drawn yet.
+            _, number = RoundNoise(self.seed, Rule.TOKEN, length).accept_uniforms(2)
+            is_told = length >= self.told_from.get(step.sequence_id, 0)
+            self.stated_seconds += LONG_S * (is_told and number > FAIR / self.likely.zero)
+        return torch.ones(len(steps), 1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.likely.row.expand(len(hidden), -1)
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_times_of_a_head_that_a_session_with_the_same_seed_may_have_shown(
+    together: bool,
+) -> None:
+    """As above, for rounds that the target runs ahead. Of a first session, those that it has run
+    ahead when the second one begins are run again. With a time limit, 0.72 of the tokens after an
+    accepted one would be 0."""
+    target: Any = TellingHead(pass_s=TARGET_S)
+    drafter, coins = SelfDrafter(LoadedDraftHead(target, (0, 1)), target), list[int]()
+    async with bench_of(target, Coins(), self_drafter=drafter, run_ahead_rounds=16) as bench:
+        for seed in range(100):
+            target.seed, target.told_from = seed, None
+            rounds: list[Round] = []
+            asked: dict[str, Any] = {"num_draft_tokens": 2, "max_tokens": 30}
+            first = asyncio.create_task(play(bench, seed, heard=rounds, **asked))
+            await (asyncio.sleep(2.5 * TARGET_S) if together else first)
+            target.told_from = {name: len(held) + 2 for name, held in target.held.items()}
+            num_begun = len(rounds) + 2
+            asked["max_tokens"] = 1 if together else 30  # So its passes do not delay the first one.
+            second = await play(bench, seed, **asked)
+            await first
+            # When the second one begins, the target may run these rounds of the first one ahead.
+            again = rounds[num_begun : num_begun + 6] if together else second[1:]
+            coins += [one.tokens[1] for one in again if len(one.tokens) > 1]
+    check_fair(coins, detects=0.2)
+
+
 class ForgetfulLink(SeverableLink):
     """Loses a message with a proposal of 1. Then the coordinator sends it again."""
 

@@ -34,6 +34,8 @@ RESIDENT: dict[str, Any] = {"drafter": "none", "lookup": LookupKind.NGRAM, "look
 """Look-ups in the target. The first round of a session has no proposal."""
 RESIDENT_SUFFIX = RESIDENT | {"lookup": LookupKind.SUFFIX}
 LATER: dict[str, Any] = {"num_skipped": 1, "max_tokens": 9}
+HEADS = (("eagle3", (0, 2)), ("mtp", ()))
+"""In the target, with the tokens that they draft."""
 CELLS = [
     # The target's look-up, whose rounds run ahead of the coordinator. It reads earlier answers.
     Cell(Rule.TOKEN, 3, "top-p", **RESIDENT_SUFFIX, **LATER, num_samples=660, detects=SOON),
@@ -45,6 +47,11 @@ CELLS = [
     Cell(Rule.TOKEN, 3, "top-p", "eagle3", (0, 2), **ACROSS, num_samples=660, detects=SOON),
     # A target's own MTP layer, with latent attention and experts.
     Cell(Rule.TOKEN, 3, "top-p", "mtp", num_samples=660, detects=SOON),
+    # Rounds of heads that run ahead of the coordinator, behind earlier ones.
+    *(
+        Cell(Rule.BLOCK, 3, "top-p", drafter, ids, **LATER, num_samples=740, detects=SOON)
+        for drafter, ids in HEADS
+    ),
     # Ends that are masked for the first tokens of a completion alone, on both sides.
     Cell(Rule.BLOCK, 3, "late", vocab_size=4, draft_vocab_size=5, num_samples=740, detects=SOON),
     # A model that drafts in one pass.
@@ -78,6 +85,7 @@ ADAPTIVE_CELLS = [
 ]
 """Cells in which more than the target's answers decides what is drafted. They have few samples,
 because such faults are large."""
+RERUN: dict[str, Any] = {"num_samples": 6_500, "detects": 0.07}
 WIDE: dict[str, Any] = {"max_tokens": 6, "num_samples": 13_500}
 GRID = [
     # Suffix decoding over all that was written before, and a model where that is not confident; in
@@ -144,6 +152,12 @@ GRID = [
             **WIDE,
         )
         for rule, drafter in product(RULES, ("model", "eagle3", "apart"))
+    ),
+    # Rounds of heads that run ahead, also with seeds that come twice.
+    *(
+        Cell(rule, 3, "penalised", drafter, ids, repeated=repeated, **LATER, **RERUN)
+        for rule, repeated in product(RULES, (False, True))
+        for drafter, ids in HEADS
     ),
     # Drafts that cross the end of a page.
     *(

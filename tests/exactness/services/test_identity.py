@@ -3,8 +3,8 @@ the same tokens for every draft and K. With the real target in float32, and with
 float64 whose sessions share steps and prefixes and preempt each other."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from outrider.models.loading import load_model
 from outrider.models.sources import resolve_model
 from outrider.models.student import load_student
 from outrider.models.tokenizer import TokenizerText
+from outrider.speculation.sampling_params import Rule
 from target_service.actor import self_drafter_of
 from tests.support.library_text import library_text
 from tests.support.models import depth_cut, tiny_config, tiny_eagle3, tiny_module, twin
+from tests.support.mtp_models import mtp_target, tiny_mtp
 from tests.support.paged_engines import shorten_pages
 from tests.support.pages import check_pages
+from tests.support.rounds import RULES
 from tests.support.same_tokens import request
 from tests.support.stack import Stack, running_stack
 
@@ -205,6 +208,59 @@ async def test_a_target_that_drafts_itself_writes_the_same(tiny: Any, tmp_path: 
     async with running_stack(target, None, tmp_path, self_drafter=self_drafter_of(target)) as stack:
         await check_tiny(stack, original)
     check_pages(target)
+
+
+HEADS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "eagle3": (
+        lambda: tiny_module(tiny_config("llama", TINY_VOCAB, num_hidden_layers=3)).double(),
+        lambda module: tiny_eagle3(module, range(0, TINY_VOCAB, 2)),
+    ),
+    "mtp": (lambda: mtp_target("deepseek_v3", TINY_VOCAB), tiny_mtp),
+}
+"""Targets, and their heads. Experts run in float32 only."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", HEADS)
+async def test_rounds_that_a_head_runs_ahead_are_those_of_the_coordinator(
+    kind: str, tmp_path: Path
+) -> None:
+    """Under every rule, also with penalties: the same tokens in the same rounds. Under greedy and
+    coupled, these are the tokens without drafts."""
+    torch.set_num_threads(1)
+    asked = [
+        replace(request((n, 3, 1, 4, 1, 5), n, 4, 24), rule=rule, sampling=sampling)
+        for n, (rule, sampling) in enumerate(RULES * 2)
+    ]
+    info = ModelInfo("tiny", TINY_VOCAB, 128, "float", (), "w", "tiny")
+    found: dict[int, list[tuple[Any, ...]]] = {}
+    num_items: dict[int, int] = {}
+    make_target, make_head = HEADS[kind]
+    for run_ahead in (0, 8):
+        module = make_target()
+        layer = make_head(module)
+        target = PagedEngine(twin(module), info, max_num_seqs=CROWD, draft_layer=layer)
+        directory = tmp_path / str(run_ahead)
+        directory.mkdir()
+        options: dict[str, Any] = {"self_drafter": self_drafter_of(target)}
+        async with running_stack(
+            target, None, directory, run_ahead_rounds=run_ahead, **options
+        ) as stack:
+            answers = await asyncio.gather(*map(stack.client.complete, asked))
+            found[run_ahead] = [
+                (one.token_ids, one.metrics.num_rounds, one.metrics.num_accepted_draft_tokens)
+                for one in answers
+            ]
+            num_items[run_ahead] = stack.target.num_items
+            for one, (token_ids, *_) in zip(asked, found[run_ahead], strict=True):
+                if one.rule in (Rule.GREEDY, Rule.COUPLED):
+                    plain = await stack.client.complete(replace(one, num_draft_tokens=0))
+                    assert plain.token_ids == token_ids
+    assert found[0] == found[8]
+    num_rounds = sum(rounds for _, rounds, _ in found[0])
+    assert sum(accepted for *_, accepted in found[0]) > num_rounds / 10
+    assert num_items[0] == num_rounds
+    assert num_items[8] < num_rounds / 2
 
 
 @pytest.mark.timeout(300)

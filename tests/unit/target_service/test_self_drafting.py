@@ -1,7 +1,9 @@
-"""A target that drafts itself: its proposals, which do not affect its verdicts."""
+"""A target that drafts itself: its proposals, which do not affect its verdicts, and the rounds with
+them that it runs ahead."""
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.interfaces.messages import VerdictReply, VerifyItem
 from outrider.limits import PAGE_SIZE
+from outrider.replica.step_request import AnswerSender, StepRequest
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
+from target_service.run_ahead import RunAhead
 from target_service.verifier import SelfDrafter
 from tests.support.models import flat_module, tiny_eagle3, twin
 from tests.support.paged_engines import shorten_pages
@@ -304,3 +308,174 @@ async def test_a_target_that_drafts_itself_answers_with_what_it_has(budget_s: fl
         expected = target.expected(text, Rule.TOKEN, SamplingParams(), num)
     assert reply.next_proposal.decode() == expected
     assert reply.next_out_of_time == (budget_s == 3.5)
+
+
+NUM_NEXT, RUN_AHEAD, MANY = 4, 6, 1_000
+
+
+def question(
+    tokens: Sequence[int] = PROMPT, base: int = 0, round_index: int = 0, **fields: Any
+) -> VerifyItem:
+    """Allows rounds ahead whose proposals the head drafts."""
+    rule, sampling = fields.pop("rule", Rule.TOKEN), fields.pop("sampling", None)
+    head = make_head(
+        tokens,
+        base,
+        seed=SEED,
+        prompt_length=len(PROMPT),
+        rule=rule,
+        sampling=sampling,
+        round_index=round_index,
+    )
+    given = {"run_ahead": RUN_AHEAD, "num_next_draft_tokens": NUM_NEXT, "num_tokens_left": MANY}
+    return VerifyItem(head, **(given | fields))
+
+
+async def asked_alone(first: VerifyItem, num_rounds: int) -> list[tuple[VerifyItem, VerdictReply]]:
+    """The rounds as a coordinator asks for them, one after the other: each with the proposal that
+    the verdict before has brought. Ends when the completion is full."""
+    played: list[tuple[VerifyItem, VerdictReply]] = []
+    head, tokens, proposal = first.head, [*first.head.append], first.proposal
+    end = len(tokens) + first.num_tokens_left
+    async with Target() as target:
+        for index in range(num_rounds):
+            if not (left := end - len(tokens)):
+                break
+            item = question(
+                tokens,
+                round_index=head.round + index,
+                rule=head.rule,
+                sampling=head.sampling,
+                proposal=proposal.cut(left - 1),
+                run_ahead=0,
+                num_next_draft_tokens=max(0, min(first.num_next_draft_tokens, left - 2)),
+                num_tokens_left=left,
+            )
+            reply = await target.ask(item)
+            outcome = outcome_of(reply, item.proposal, head.rule, SEED, len(tokens))
+            played.append((item, reply))
+            tokens += outcome.token_ids
+            proposal = reply.next_proposal
+    return played
+
+
+def facts(reply: VerdictReply) -> tuple[Any, ...]:
+    return (
+        reply.key,
+        reply.verdict,
+        reply.next_proposal,
+        reply.next_base_length,
+        reply.cached_length,
+        (reply.committed_length, reply.prefix_digest, reply.proposal_digest),
+    )
+
+
+@pytest.mark.parametrize(("rule", "sampling"), RULES)
+@pytest.mark.parametrize("drafted", [False, True])
+async def test_rounds_ahead_are_those_that_a_coordinator_would_ask_for(
+    rule: Rule, sampling: SamplingParams, drafted: bool
+) -> None:
+    """From a first round without a proposal, or with one."""
+    proposal = EncodedProposal((4, 6)).without_q(rule) if drafted else EMPTY_ENCODED_PROPOSAL
+    first = question(rule=rule, sampling=sampling, proposal=proposal)
+    expected = await asked_alone(first, RUN_AHEAD + 1)
+    async with Target() as target:
+        answers = await target.send(first)
+        num_passes = target.engine.length(session_name(1))
+    assert [facts(reply) for reply in answers] == [facts(reply) for _, reply in expected]
+    assert [len(item.proposal) for item, _ in expected[1:]] == [NUM_NEXT] * RUN_AHEAD
+    assert (
+        num_passes
+        == len(PROMPT)
+        + sum(
+            len(outcome_of(reply, item.proposal, rule, SEED, reply.committed_length).token_ids)
+            for item, reply in expected
+        )
+        - 1
+    )
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 5, 9])
+async def test_rounds_ahead_end_where_the_completion_is_full(room: int) -> None:
+    """Or where no next proposal has room, so that the coordinator asks for the last round."""
+    num_next = max(0, min(NUM_NEXT, room - 2))
+    first = question(num_tokens_left=room, num_next_draft_tokens=num_next)
+    expected = await asked_alone(first, RUN_AHEAD + 1)
+    without = [not reply.next_proposal for _, reply in expected].index(True)
+    async with Target() as target:
+        answers = await target.send(first)
+        num = without + 1 if room > 2 else len(expected)
+        assert [facts(reply) for reply in answers] == [facts(one) for _, one in expected][:num]
+        for item, reply in expected[num:]:
+            [last] = await target.send(item)
+            assert facts(last) == facts(reply)
+
+
+async def test_a_round_without_a_next_proposal_is_the_last_one_ahead() -> None:
+    """The coordinator then proposes, here with a look-up, and rounds run ahead again."""
+    async with Target() as target:
+        whole, num_calls = target.engine.forward_draft, 0
+
+        def failing(*given: Any) -> list[torch.Tensor]:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 2 * NUM_NEXT + 1:
+                raise RuntimeError("no memory")
+            return whole(*given)
+
+        target.engine.forward_draft = failing
+        answers = await target.send(question())
+        assert [len(reply.next_proposal) for reply in answers] == [NUM_NEXT, NUM_NEXT, 0]
+        rounds = await asked_alone(question(), 3)
+        item, reply = rounds[-1]
+        tokens = [*item.head.append]
+        tokens += outcome_of(reply, item.proposal, Rule.TOKEN, SEED, len(tokens)).token_ids
+        proposal = EncodedProposal((1,)).without_q(Rule.TOKEN)
+        again = await target.send(
+            question(tokens, len(tokens) - 1, 3, proposal=proposal, num_tokens_left=MANY - 9)
+        )
+        assert [reply.key.round for reply in again] == [*range(3, 4 + RUN_AHEAD)]
+        assert len(again[0].verdict.accept_probability) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_next_draft_tokens": 3},
+        {"next_budget_us": 60_000_000},
+        {"num_tokens_left": MANY - 1},
+        {"ignores_eos": True},
+        {"proposal": EncodedProposal((2,))},
+    ],
+)
+def test_rounds_ahead_answer_no_item_with_other_settings(changes: dict[str, Any]) -> None:
+    first = question(proposal=EncodedProposal((4,)))
+    ahead = RunAhead(StepRequest(first, AnswerSender(lambda _: None), 0.0, 1.0))
+    assert ahead.continues(first)
+    assert not ahead.continues(replace(first, **changes))
+
+
+async def test_an_item_with_the_proposal_that_was_drafted_allows_more_rounds() -> None:
+    """With another proposal, the target begins again with it."""
+    expected = await asked_alone(question(), 2 * RUN_AHEAD)
+    item, _ = expected[4]
+    more = question(
+        item.head.append,
+        item.head.committed_length - 1,
+        4,
+        proposal=item.proposal,
+        num_tokens_left=item.num_tokens_left,
+    )
+    async with Target() as target:
+        answers = await target.send(question())
+        answers += await target.send(more)
+        assert [facts(reply) for reply in answers] == [
+            facts(reply) for _, reply in expected[: 4 + RUN_AHEAD + 1]
+        ]
+        repeated = await target.send(more)
+        assert [facts(reply) for reply in repeated] == [
+            facts(reply) for _, reply in expected[4 : 4 + RUN_AHEAD + 1]
+        ]
+        [begun, *others] = await target.send(replace(more, proposal=item.proposal.cut(1)))
+        assert [reply.key.round for reply in others] == [*range(5, 5 + RUN_AHEAD)]
+        assert len(begun.verdict.accept_probability) == 1

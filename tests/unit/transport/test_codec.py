@@ -145,6 +145,7 @@ def verdict_replies(draw: st.DrawFn) -> messages.VerdictReply:
         tuple(draw(st.lists(IDS, max_size=limits.NUM_DRAFT_TOKENS_MAX))),
         draw(U32),
         draw(st.integers(0, 2**64 - 1)),
+        draw(st.integers(0, 2**64 - 1)),
         draw(st.none() | st.just(AuditSums(num_draft_tokens, entropy=1.5))),
     )
 

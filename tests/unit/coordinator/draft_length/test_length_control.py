@@ -173,6 +173,35 @@ def test_no_round_with_drafts_runs_ahead_once_its_seed_is_repeated() -> None:
     assert not any(length.run_ahead for length in lengths if length.num_draft_tokens)
 
 
+def test_rounds_that_a_head_drafts_for_run_ahead_too() -> None:
+    """As far as their K is certain, and that of the round after them, for which the head drafts
+    with the last verdict. They run ahead also when their seed is repeated."""
+    world, lengths = World(acceptance=0.8, draft_s=0.001, drafts_itself=True), list[RoundLength]()
+    control, num_repeated = world.open(), 300
+
+    def play() -> None:
+        lengths.append(control.choose(ENDLESS, by_head=True))
+        world._round(control, lengths[-1], is_first=len(lengths) == 1)
+
+    def check(first: int, end: int) -> None:
+        drafted = [n for n in range(first, end) if lengths[n].run_ahead and lengths[n].next_max]
+        assert len(drafted) > (end - first) / 3
+        for index in drafted:
+            last = index + 1 + lengths[index].run_ahead
+            following = lengths[index + 1 : last + 1]
+            assert {one.num_draft_tokens for one in following} == {lengths[index].next_max}
+
+    while len(lengths) < num_repeated:
+        play()
+    check(0, num_repeated - RUN_AHEAD - 1)
+    control.fix()
+    while len(lengths) < 2 * num_repeated:
+        play()
+    check(num_repeated, 2 * num_repeated - RUN_AHEAD - 1)
+    assert {one.run_ahead for one in lengths[num_repeated + 2 :]} == {RUN_AHEAD}
+    assert not lengths[-1].is_timed
+
+
 def test_the_costs_of_a_draft_that_joins_later_start_from_its_table() -> None:
     """Not from earlier measurements; and they are kept as long as the draft is the same."""
     table = StepCosts((1, 65), (0.01, 0.02))

@@ -10,7 +10,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from coordinator.routing.drafts import LookupRequest
+from coordinator.routing.drafts import LookupRequest, NextRoundRequest
 from coordinator.routing.target_client import ANSWER_S, MISMATCHES_MAX
 from outrider import errors
 from outrider.foundation.refusals import REFUSALS
@@ -236,6 +236,164 @@ async def test_the_tokens_of_the_targets_look_up_are_those_that_the_verdict_is_a
     request = LookupRequest(3, 0.25)
     await target.verify(0, EncodedProposal(), num_tokens_left=9, lookup=request)
     assert target.verified.token_ids == (4, 5)
+
+
+HEAD = NextRoundRequest(3)
+"""The target's head drafts three tokens for each next round."""
+
+
+class HeadRounds:
+    """A session whose target has a head. Each verdict accepts all draft tokens, adds token 9, and
+    brings three tokens for the next round."""
+
+    def __init__(self) -> None:
+        self.one, self.seen = session(), Mock(wraps=SILENT)
+        self.link = ScriptedLink(lambda item: self.judged(item))
+        self.target = target_of(self.link, one=self.one, observer=self.seen)
+        self.brought = EncodedProposal()
+        """Of the newest verdict that was taken."""
+        self.left = 40
+
+    def judged(self, item: VerifyItem, drafted: int = 3) -> VerdictReply:
+        """The verdict on an item, which brings so many tokens."""
+        round_index = item.head.round
+        proposal = EncodedProposal((round_index, 4, 5)[:drafted])
+        return replace(verdict(item), next_proposal=proposal)
+
+    async def play(self, index: int, run_ahead: int = 6, **fields: Any) -> VerdictReply:
+        """A round by the decode loop, with the proposal of the verdict before."""
+        wanted = fields.pop("wanted", HEAD)
+        given = fields.pop("proposal", self.brought.cut(self.left - 1))
+        reply = await self.target.verify(index, given, run_ahead, wanted, num_tokens_left=self.left)
+        self.take(reply)
+        return reply
+
+    def take(self, reply: VerdictReply) -> None:
+        """Decides a round."""
+        tokens = (*self.target.verified.token_ids, 9)
+        self.brought = reply.next_proposal
+        self.left -= len(tokens)
+        self.one.decide(tokens, Counters())
+
+    def run_ahead(self, num: int, drafted: int = 3) -> None:
+        """Lets the target answer rounds after the newest item, which was decided. Their verdicts
+        arrive together. The last one brings so many tokens."""
+        item, proposal, left = self.link.sent[-1], self.brought, self.left
+        added = self.one.tokens.since(item.head.committed_length)
+        for index in range(1, num + 1):
+            ahead = later(item, item.head.round + index, *added)
+            ahead = replace(ahead, proposal=proposal.cut(left - 1))
+            reply = self.judged(ahead, drafted if index == num else 3)
+            self.link.on_answer(reply)
+            outcome = (*ahead.proposal.token_ids, 9)
+            added, left, proposal = (*added, *outcome), left - len(outcome), reply.next_proposal
+
+
+async def test_proposals_of_rounds_that_a_head_runs_ahead_are_those_of_the_verdicts_before() -> (
+    None
+):
+    """The target answers four rounds. The last of their proposals is cut to the room that the
+    completion has left."""
+    rounds = HeadRounds()
+    await rounds.play(0)
+    rounds.left = 14
+    rounds.run_ahead(4)
+    found = []
+    while (reply := rounds.target.take_ahead(rounds.left)) is not None:
+        found.append(rounds.target.verified.token_ids)
+        rounds.take(reply)
+    assert found == [(0, 4, 5), (1, 4, 5), (2, 4, 5), (3,)]
+    assert (len(rounds.link.sent), rounds.target.was_asked) == (1, False)
+
+
+async def test_more_rounds_of_a_head_are_asked_for_with_the_proposal_that_it_runs() -> None:
+    rounds = HeadRounds()
+    await rounds.play(0)
+    rounds.run_ahead(4)
+    for index in range(1, 5):
+        await rounds.play(index)
+        assert rounds.target.was_asked is (index == 4)
+    assert rounds.link.sent[-1].proposal.token_ids == (3, 4, 5)
+    assert rounds.link.sent[-1].num_next_draft_tokens == 3
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+async def test_rounds_with_other_drafts_are_asked_for_when_those_ahead_have_run(
+    is_plain: bool,
+) -> None:
+    """The target runs three rounds ahead, and then another K is planned."""
+    rounds = HeadRounds()
+    if is_plain:
+        rounds.judged = lambda item, drafted=0: verdict(item)  # type: ignore[method-assign]
+    before, after = NextRoundRequest(0 if is_plain else 3), NextRoundRequest(2)
+    await rounds.play(0, 3, wanted=before)
+    for index in range(1, 5):
+        rounds.link.script = [lambda item: rounds.judged(item)]
+        if index == 1:
+            rounds.run_ahead(3)
+        await rounds.play(index, 3, wanted=before if index < 3 else after)
+    assert [item.head.round for item in rounds.link.sent] == [0, 4]
+    assert rounds.link.sent[-1].num_next_draft_tokens == 2
+
+
+async def test_after_a_verdict_without_a_proposal_the_target_is_asked() -> None:
+    """Here with the tokens of a look-up."""
+    rounds = HeadRounds()
+    await rounds.play(0)
+    rounds.run_ahead(1, drafted=0)
+    reply = rounds.target.take_ahead(rounds.left)
+    assert reply is not None
+    rounds.take(reply)
+    assert rounds.target.take_ahead(rounds.left) is None
+    for proposal in (EncodedProposal(), EncodedProposal((7, 7))):
+        rounds.link.script = [lambda item: rounds.judged(item, drafted=0)]
+        await rounds.play(2 + len(proposal), proposal=proposal)
+        assert rounds.target.was_asked
+        assert rounds.link.sent[-1].proposal == proposal
+    assert asyncio.get_running_loop().time() < ANSWER_S
+
+
+async def test_a_round_of_a_head_is_asked_for_if_another_proposal_replaces_the_heads() -> None:
+    rounds = HeadRounds()
+    await rounds.play(0)
+    rounds.link.script = [lambda item: rounds.judged(item)]
+    await rounds.play(1, proposal=EncodedProposal((7, 7)))
+    assert rounds.target.verified.token_ids == (7, 7)
+    assert asyncio.get_running_loop().time() < ANSWER_S
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_a_verdict_on_another_proposal_than_the_last_one_stated_is_dropped(
+    is_taken: bool,
+) -> None:
+    """With all behind it; nothing runs ahead in this session any more."""
+    rounds = HeadRounds()
+    await rounds.play(0)
+    proposal, rounds.brought = rounds.brought, EncodedProposal((0, 4, 6))
+    rounds.run_ahead(3)
+    rounds.brought = proposal
+    if is_taken:
+        assert rounds.target.take_ahead(rounds.left) is None
+    rounds.link.script = [lambda item: rounds.judged(item)]
+    await rounds.play(1)
+    assert rounds.target.verified == proposal
+    assert rounds.seen.count.mock_calls.count(call("verdict_mismatches")) == 1
+    assert rounds.link.sent[-1].head.round > 1 + 6
+    assert [item.run_ahead for item in rounds.link.sent] == [6, 0]
+    assert rounds.target.take_ahead(rounds.left) is None
+
+
+async def test_a_head_whose_q_cannot_be_read_runs_no_round_ahead() -> None:
+    """The caller stops using it. The target must not draft the round after it once more."""
+
+    def opened(item: VerifyItem) -> Any:
+        is_refused = bool(item.proposal)
+        return refuse(errors.BadRequest("proposal.q", "?"))(item) if is_refused else verdict(item)
+
+    link = ScriptedLink(*[opened] * 3)
+    target = target_of(link, one=session(rule=Rule.TOKEN))
+    await target.verify(1, EncodedProposal((1, 1), b"?"), 6, HEAD)
+    assert [item.run_ahead for item in link.sent] == [6, 0]
 
 
 READABLE = EncodedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
