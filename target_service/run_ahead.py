@@ -117,6 +117,7 @@ class RunAhead:
         self.request: StepRequest[VerifyItem] | None = work  # the round that waits or runs
         self.replies: list[VerdictReply] = []
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
+        self._grammar = work.grammar
         head = work.item.head
         # Where the first round begins, and each round after a reply.
         self._starts = [_Start(head.committed_length, head.committed_digest)]
@@ -172,6 +173,7 @@ class RunAhead:
         del self._starts[:rounds]
         self._foreseen = None
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
+        self._grammar = work.grammar
         if self.request is not None:
             self.request.sender = work.sender
         return list(self.replies) if may_be_lost else []
@@ -231,7 +233,7 @@ class RunAhead:
             completed(item.head, append=(start.last_token,))
         elif rounds > 0:
             item = self._later_round(start, rounds)
-        self.request = StepRequest(item, self._sender, now, self._expires_at)
+        self.request = StepRequest(item, self._sender, now, self._expires_at, self._grammar)
         return self.request
 
     def _later_round(self, start: _Start, rounds: int) -> VerifyItem:

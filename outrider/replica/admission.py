@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from outrider.drafters.drafter import DraftRequest
 from outrider.errors import EngineLost, Incompatible, InvariantError, OutriderError
-from outrider.grammar.compiler import Grammars
+from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import AllowedTokens
 from outrider.interfaces.engine import Engine, SequenceStep
@@ -78,8 +78,9 @@ class Work(ABC, Generic[Item]):
     is_validated = False
     sampling: SamplingParams
 
-    def __init__(self, item: Item) -> None:
-        self.item = item
+    def __init__(self, item: Item, grammar: Grammar | OutriderError | None = None) -> None:
+        """`grammar`: see `StepRequest`."""
+        self.item, self.grammar = item, grammar
 
     @property
     def head(self) -> RoundHead:
@@ -275,18 +276,19 @@ class Admission:
         except OutriderError as error:
             work.answer = refusal(work.head.key, error)
 
-    def allowed(self, head: RoundHead, aligned: Aligned) -> AllowedTokens | None:
+    def allowed(self, work: W, aligned: Aligned) -> AllowedTokens | None:
         """Returns the tokens that may follow the committed tokens; None = all tokens. Raises
         `Incompatible` for a constraint that this replica cannot apply."""
+        head = work.head
         if head.constraint is None:
             num_tokens, info = head.committed_length - head.prompt_length, self._engine.info
             return allowed_by_min_tokens(
                 head.params(), num_tokens, info.eos_token_ids, info.vocab_size
             )
-        if self._matchers is None or head.compiled is None:
+        if self._matchers is None or work.grammar is None:
             raise Incompatible(f"{head.constraint.kind}: this target has no tokenizer")
         completion = aligned.committed[head.prompt_length :]
-        return self._matchers.allowed_tokens(head.session_id, head.compiled, completion)
+        return self._matchers.allowed_tokens(head.session_id, work.grammar, completion)
 
     def passes(
         self,

@@ -58,7 +58,7 @@ class Worker(ABC, Generic[Item, Prepared]):
     figures: StepFigures
 
     @abstractmethod
-    def prepare(self, items: Sequence[Item]) -> Sequence[Prepared]:
+    def prepare(self, requests: Sequence[StepRequest[Item]]) -> Sequence[Prepared]:
         """Admits the items of a step, or answers them. The items are of distinct sessions, and in
         order of arrival."""
 
@@ -295,7 +295,7 @@ class StepLoop(Generic[Item, Prepared]):
             if leaving:
                 self.worker.leave(leaving)
             if step.works:
-                step.prepared = self.worker.prepare([work.item for work in step.works])
+                step.prepared = self.worker.prepare(step.works)
         except Exception as error:  # noqa: BLE001 - `postprocess` handles it
             step.failure = error
         return step
