@@ -12,7 +12,7 @@ from coordinator.decoding.committer import Committer
 from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.routing.discovery import Discovery
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import DraftPool, TargetPool
 from outrider import errors
 from outrider.foundation.refusals import REFUSALS
 from outrider.registry.registry import Figures
@@ -34,8 +34,8 @@ class Health:
 
     def __init__(
         self,
-        targets: ReplicaPool,
-        drafts: ReplicaPool,
+        targets: TargetPool,
+        drafts: DraftPool,
         fleet: Discovery,
         store: SessionStore,
         admission: Admission,

@@ -21,7 +21,7 @@ from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
 from coordinator.decoding.resumption import check_known
 from coordinator.decoding.stored_bytes import StoredBytes
 from coordinator.requests.validation import GenerationParameters, ParametersWriter
-from coordinator.routing.replica_pool import ReplicaPool, SessionContext
+from coordinator.routing.replica_pool import SessionContext, TargetPool
 from coordinator.routing.target_client import TargetClient
 from outrider import errors, limits
 from outrider.config.deployment import CoordinatorConfig
@@ -96,7 +96,7 @@ class OwnedSessions:
         self,
         store: SessionStore,
         owner: str,
-        targets: ReplicaPool,
+        targets: TargetPool,
         random_bits: Callable[[int], int],
         config: CoordinatorConfig,
     ) -> None:

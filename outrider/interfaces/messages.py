@@ -5,7 +5,7 @@ Every message is idempotent: a repeated, late or reordered message costs only ti
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from outrider.drafters.features import Features
 from outrider.errors import BadRequest
@@ -260,6 +260,8 @@ RoundItem = VerifyItem | DraftItem
 VerifyAnswer = VerdictReply | Resync | Refused
 DraftAnswer = ProposalReply | Resync | Refused
 RoundAnswer = VerifyAnswer | DraftAnswer
+Item = TypeVar("Item", bound=RoundItem)
+Answer = TypeVar("Answer", bound=RoundAnswer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import AllowedTokens
 from outrider.interfaces.engine import Engine, SequenceStep
-from outrider.interfaces.messages import Resync, RoundHead
+from outrider.interfaces.messages import Item, Resync, RoundHead
 from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.replica.step_loop import Prepared, Worker
-from outrider.replica.step_request import Item, StepAnswer, StepFigures, Unfinished, refusal
+from outrider.replica.step_request import StepAnswer, StepFigures, Unfinished, refusal
 from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget, TokenDemand
 from outrider.speculation.logits_processing import allowed_by_min_tokens

@@ -15,8 +15,8 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from outrider.errors import EngineLost
+from outrider.interfaces.messages import Item
 from outrider.replica.step_loop import Message, Outcome, Prepared, Step, StepLoop
-from outrider.replica.step_request import Item
 
 T = TypeVar("T")
 

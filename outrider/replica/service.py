@@ -26,7 +26,7 @@ from outrider.foundation.decayed_average import DecayedSums
 from outrider.grammar.compiler import Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo
-from outrider.interfaces.messages import Refused, ReplicaDescription, RoundAnswer, RoundHead
+from outrider.interfaces.messages import Item, Refused, ReplicaDescription, RoundAnswer, RoundHead
 from outrider.interfaces.step_costs import StepCosts
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.replica.drivers import StepDriver
@@ -44,7 +44,6 @@ from outrider.replica.step_loop import (
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     AnswerSender,
-    Item,
     StepFigures,
     StepRequest,
     refusal,
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SteppedService(ReplicaService, Generic[Item]):
+class SteppedService(ReplicaService[Item], Generic[Item]):
     """Serves any number of connections with one `StepLoop`, which runs items in batches of distinct
     sessions. If a step has several answers for a connection, sends them in one call. All methods
     must be called on the event loop's thread.
@@ -109,7 +108,7 @@ class SteppedService(ReplicaService, Generic[Item]):
         self._idle, self._ended = asyncio.Event(), asyncio.Event()
         self._idle.set()
 
-    def connect(self, send: Callable[[Sequence[RoundAnswer]], None]) -> Connection:
+    def connect(self, send: Callable[[Sequence[RoundAnswer]], None]) -> Connection[Item]:
         return _Connection(self, send)
 
     @property

@@ -31,10 +31,9 @@ from outrider.errors import DeadlineExceeded, EngineLost, OutriderError, check
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.logs import about
 from outrider.foundation.values import completed
-from outrider.interfaces.messages import ProposalReply, Refused, RoundAnswer, VerdictReply
+from outrider.interfaces.messages import Item, ProposalReply, Refused, RoundAnswer, VerdictReply
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.step_request import (
-    Item,
     RequestQueue,
     StepAnswer,
     StepFigures,

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.errors import DeadlineExceeded, OutriderError
 from outrider.foundation.fair_turns import round_robin
-from outrider.interfaces.messages import Refused, ReplyKey, RoundAnswer, RoundItem
+from outrider.interfaces.messages import Item, Refused, ReplyKey, RoundAnswer
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from outrider.interfaces.engine import PageCounts
 
 
-Item = TypeVar("Item", bound=RoundItem)
 CANCELLED_CODE = 1  # google.rpc.Code for work that is no longer needed
 
 

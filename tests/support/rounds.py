@@ -49,12 +49,8 @@ def session_name(number: int) -> str:
     return f"{number:032x}"
 
 
-def item_message(codec: Codec, item: messages.RoundItem, hashed: bool = False) -> Any:
+def item_message(codec: Codec[Any, Any], item: messages.RoundItem, hashed: bool = False) -> Any:
     return codec.request.FromString(codec.item_frame(item, hashed)).items[0]
-
-
-def answer_message(codec: Codec, answer: messages.VerifyAnswer | messages.DraftAnswer) -> Any:
-    return codec.reply.FromString(codec.answer_frame(answer)).items[0]
 
 
 def make_head(
@@ -123,7 +119,7 @@ class SeverableLink(MemoryLink):
         self._unreachable = None if reachable else error
         was_open = self._connection is not None
         self._disconnect()
-        if was_open and self._on_lost is not None:
+        if was_open and self._has_listener:
             asyncio.get_running_loop().call_soon(self._tell_lost, error)
 
     def restore(self, service: Any = None) -> None:
@@ -134,7 +130,7 @@ class SeverableLink(MemoryLink):
         self._unreachable = None
 
     def _tell_lost(self, error: Exception) -> None:
-        if self._on_lost is not None and not self._closed:
+        if not self._closed:
             self._on_lost(error if isinstance(error, LinkLost) else LinkLost(str(error)))
 
 
