@@ -109,7 +109,7 @@ class RoundAhead:
             committed,
             len(committed),
             digest_after(self.digest, outcome),
-            session_id=name,
+            name=name,
             num_draft_tokens=self.item.num_draft_tokens,
             allowed=allowed_by_min_tokens(
                 sampling, num_tokens, info.eos_token_ids, info.vocab_size

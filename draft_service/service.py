@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from draft_service.lookahead import LookAhead
 from draft_service.model_drafter import ModelDrafter
@@ -215,13 +214,13 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
         if not self.looks_ahead(item):
             self._look_ahead.forget(work.head.session_id)  # Earlier items may have had look-ahead.
         num_missing = len(aligned.new_tokens) - admitted.num_granted
-        options: dict[str, Any] = {"num_draft_tokens": 0, "deadline": NO_DEADLINE}
+        num_draft_tokens, deadline, allowed = 0, NO_DEADLINE, None
         if is_whole:
-            options["deadline"] = work.deadline
+            deadline = work.deadline
             if item.held is None:
-                options["num_draft_tokens"] = item.num_draft_tokens
+                num_draft_tokens = item.num_draft_tokens
             try:
-                options["allowed"] = self._admission.allowed(work, aligned)
+                allowed = self._admission.allowed(work, aligned)
             except Incompatible as error:
                 logger.debug("a draft ignores its session's constraint: %s", error)
         work.is_whole, work.num_held = is_whole, len(aligned.sequence)
@@ -231,8 +230,10 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
             committed[: len(committed) - num_missing],
             len(committed),
             aligned.digest if is_whole else EMPTY_DIGEST,
+            num_draft_tokens=num_draft_tokens,
+            allowed=allowed,
+            deadline=deadline,
             features=item.features,
-            **options,
         )
         work.draft = self._drafter.begin(request)
         work.draft.must_be_whole = work.must_be_whole

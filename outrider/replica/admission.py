@@ -18,15 +18,16 @@ In time every session becomes the oldest of its tenant."""
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
+from outrider.drafters.features import Features
 from outrider.errors import EngineLost, Incompatible, InvariantError, OutriderError
 from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import AllowedTokens
 from outrider.interfaces.engine import Engine, SequenceStep
-from outrider.interfaces.messages import Item, Resync, RoundHead
+from outrider.interfaces.messages import DraftItem, Item, Resync, RoundHead, VerifyItem
 from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.replica.step_loop import Prepared, Worker
 from outrider.replica.step_request import StepAnswer, StepFigures, Unfinished, refusal
@@ -99,7 +100,7 @@ class Work(ABC, Generic[Item]):
         """The slots that the item needs."""
 
 
-W = TypeVar("W", bound=Work[Any])
+W = TypeVar("W", bound=Work[VerifyItem] | Work[DraftItem])
 Found = TypeVar("Found")
 
 
@@ -399,18 +400,26 @@ def draft_request(
     token_ids: Sequence[int],
     length: int,
     digest: int,
-    **fields: Any,
+    *,
+    num_draft_tokens: int,
+    allowed: AllowedTokens | None,
+    deadline: DraftDeadline = NO_DEADLINE,
+    features: Features | None = None,
+    name: str = "",
 ) -> DraftRequest:
     """Returns a request for a proposal after the first `length` tokens of a session, which have
-    this `digest`. `token_ids` are the tokens that the drafter needs. `fields` adds or replaces
-    fields of the request."""
-    known: dict[str, Any] = {
-        "session_id": head.session_id,
-        "tenant": head.tenant,
-        "token_ids": token_ids,
-        "prompt_length": head.prompt_length,
-        "sampling": sampling,
-        "rule": head.rule,
-        "noise": RoundNoise(head.seed, head.rule, length, digest),
-    }
-    return DraftRequest(**known | fields)
+    this `digest`. `token_ids` are the tokens that the drafter needs. `name` is that of the engine's
+    sequence; empty = the session's id. See `DraftRequest` for the others."""
+    return DraftRequest(
+        session_id=name or head.session_id,
+        tenant=head.tenant,
+        token_ids=token_ids,
+        prompt_length=head.prompt_length,
+        num_draft_tokens=num_draft_tokens,
+        sampling=sampling,
+        rule=head.rule,
+        noise=RoundNoise(head.seed, head.rule, length, digest),
+        features=features,
+        allowed=allowed,
+        deadline=deadline,
+    )
