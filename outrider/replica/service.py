@@ -77,7 +77,9 @@ class SteppedService(ReplicaService[Item], Generic[Item]):
         self._driver, self._description, self._grammars = driver, description, grammars
         self._begin = partial(driver.start, steps, self._hear, self._steps_ended)
         self._queue, self._worker = steps.queue, steps.worker
-        self._send: Callable[[Message[Item]], None] | None = None  # None before the first message
+        self._send: Callable[[Message[Item]], None] | None = None
+        """What `driver.start` has returned. Lets the thread of the steps call `StepLoop.receive`.
+        None before the first message."""
         self._num_sent = 0
         self._observer: ObservedSteps | None = None
         self.num_items = 0

@@ -52,7 +52,8 @@ later. By then, pages of expired or silent sessions may be free."""
 
 
 class Worker(ABC, Generic[Item, Prepared]):
-    """Runs the steps of one engine."""
+    """Runs the steps of one engine: the `Verifier` of a target (`target_service/verifier.py`), or
+    the `Proposer` of a draft (`draft_service/service.py`)."""
 
     figures: StepFigures
 
@@ -135,7 +136,7 @@ class Step(Generic[Item, Prepared]):
         self.started_at, self.num_received = started_at, num_received
         self.works: Sequence[StepRequest[Item]] = ()
         self.prepared: Sequence[Prepared] = ()
-        self.results: Callable[[], Sequence[StepAnswer]] = tuple
+        self.results: Callable[[], Sequence[StepAnswer]] = tuple  # what `Worker.launch` returned
         self.answers: Sequence[StepAnswer] = ()
         self.failure: Exception | None = None
 
@@ -163,7 +164,8 @@ class Outcome(Generic[Item]):
 
 
 class Continuation(Generic[Item]):
-    """What a role makes of a session's requests. This base class only queues them."""
+    """What a role makes of a session's requests. This base class only queues them, for drafts.
+    Targets have `RunAheads` (`target_service/run_ahead.py`)."""
 
     def arrived(self, work: StepRequest[Item], steps: StepLoop[Item, Prepared]) -> None:
         """Takes a request from a coordinator. Must call `enqueue` or `end` of `steps` with it."""

@@ -61,6 +61,8 @@ class AnswerSender:
     """Sends the answers of one connection. Must be used on the event loop's thread."""
 
     def __init__(self, send: Callable[[Sequence[RoundAnswer]], None]) -> None:
+        """`send` is the parameter of `ReplicaService.connect`. With gRPC, it is `_Stream.answer`
+        (`outrider/transport/stream_server.py`)."""
         self._send = send
         self._held: list[RoundAnswer] = []
         self._timer: TimerHandle | None = None

@@ -288,6 +288,7 @@ class Codec(ABC, Generic[Item, Answer]):
 
     service: ClassVar[ServiceDescriptor]
     stream_method: ClassVar[str]
+    """The rpc that `GrpcLink` calls, and `ReplicaServicer.stream` answers."""
     item: type[Item]
     request: ClassVar[type[ItemFrame]]
     _item_message: ClassVar[type[ItemMessage]]

@@ -34,6 +34,7 @@ class Link(Generic[Item, Answer]):
 
     def __init__(self) -> None:
         self.num_bytes = Counter(sent=0, received=0)  # bytes of frames; any thread may read this
+        # In coordinators, these are `_deliver` and `lose` of a `ReplicaConnection`.
         self._on_answer: Callable[[Answer], None] = _unheard
         self._on_lost: Callable[[Exception], None] = _unheard
         self._closed = False
