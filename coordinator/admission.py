@@ -18,7 +18,7 @@ from coordinator.requests.validation import (
     check_ids,
     resolve,
 )
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import TargetPool
 from coordinator.served_model import ServedModel
 from outrider import errors
 from outrider.config.deployment import CoordinatorConfig
@@ -40,7 +40,7 @@ class Admission:
         name: str,
         model: ServedModel,
         store: SessionStore,
-        targets: ReplicaPool,
+        targets: TargetPool,
         committer: Committer,
         meter: LoadMeter,
         random_bits: Callable[[int], int],

@@ -9,7 +9,6 @@ keys and values again, and the audit also detects tokens decoded from wrong keys
 import asyncio
 import logging
 from contextlib import aclosing
-from typing import Any
 
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.requests.validation import GenerationParameters
@@ -40,7 +39,7 @@ class Auditor:
         only the first of them is audited."""
         self._num_chosen = 0
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
     def choose(self, session: Session, parameters: GenerationParameters) -> bool:
         """Returns whether a new session will be audited. If so, the caller must call `take` when
@@ -74,7 +73,7 @@ class Auditor:
         for task in self._tasks:
             task.cancel()
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         self._num_chosen -= 1
 

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
 
 from coordinator.auth.access_control import OPEN, AccessControl, current_caller
 from outrider.errors import Overloaded
@@ -19,12 +18,13 @@ from outrider.transport.request_codec import (
     resume_from_proto,
     session_to_proto,
 )
-from outrider.transport.server import Context, set_write_deadline
+from outrider.transport.server import Context, Service, server_stream, set_write_deadline, unary
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
 
 from .service import CoordinatorService
 
+_COORDINATOR = pb.DESCRIPTOR.services_by_name["Coordinator"]
 SLOW_CLIENT_S = 5.0
 """How long after the deadline a client may take to receive the rest of the answer."""
 
@@ -37,6 +37,17 @@ class CoordinatorServicer:
         self._access = access
         self._num_reads: Counter[str] = Counter()
         """Name of a caller -> number of its `cancel` and `get_session` calls that run now."""
+
+    @property
+    def grpc_service(self) -> Service:
+        methods = {
+            "Generate": server_stream(pb.GenerateRequest, self.generate),
+            "Resume": server_stream(pb.ResumeRequest, self.resume),
+            "Cancel": unary(pb.CancelRequest, self.cancel),
+            "GetSession": unary(pb.GetSessionRequest, self.get_session),
+            "Describe": unary(types_pb2.DescribeRequest, self.describe),
+        }
+        return Service(_COORDINATOR, methods)
 
     def generate(
         self, request: pb.GenerateRequest, context: Context
@@ -95,8 +106,7 @@ class CoordinatorServicer:
                 "session_reads",
             )
         self._num_reads[caller.name] += 1
-        ended: Any = partial(self._end_reading, caller)  # The stub's type is not a protocol.
-        context.add_done_callback(ended)
+        context.add_done_callback(partial(self._end_reading, caller))  # type: ignore[arg-type]
 
     def _end_reading(self, caller: Caller, context: Context) -> None:
         self._num_reads[caller.name] -= 1

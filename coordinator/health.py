@@ -5,14 +5,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from coordinator.admission import Admission
 from coordinator.decoding.committer import Committer
 from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.routing.discovery import Discovery
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import DraftPool, TargetPool
 from outrider import errors
 from outrider.foundation.refusals import REFUSALS
 from outrider.registry.registry import Figures
@@ -34,8 +33,8 @@ class Health:
 
     def __init__(
         self,
-        targets: ReplicaPool,
-        drafts: ReplicaPool,
+        targets: TargetPool,
+        drafts: DraftPool,
         fleet: Discovery,
         store: SessionStore,
         admission: Admission,
@@ -117,7 +116,7 @@ class Health:
                 return f"the session store does not answer: {error.message}"
         return ""
 
-    def _readings(self) -> dict[str, Mapping[Any, float]]:
+    def _readings(self) -> dict[str, Mapping[str, float]]:
         """Returns metric -> label -> number. Any thread may call this method."""
         pools = (self._targets, self._drafts)
         num_running = len(self._sessions.running)
@@ -129,6 +128,6 @@ class Health:
             "num_requests_running": {"": num_running},
             "num_requests_waiting": {"": self._admission.num_admitted - num_running},
             "loop_lag_seconds": {"": self._meter.lag_ms / 1e3},
-            "replicas_wanted": self._fleet.wanted,
-            "replicas_present": self._fleet.present,
+            "replicas_wanted": {str(role): num for role, num in self._fleet.wanted.items()},
+            "replicas_present": {str(role): num for role, num in self._fleet.present.items()},
         }

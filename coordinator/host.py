@@ -7,17 +7,18 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coordinator.auth.access_control import OPEN, AccessControl, RedisSlots, watch_keys
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer, TlsFiles
 from coordinator.http_api.tools import ChatFormats
 from coordinator.requests.chat_template import read_chat_template
+from coordinator.routing.discovery import Registered
 from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
 from outrider.foundation.api_keys import given_keys
@@ -30,10 +31,10 @@ from outrider.sessions.redis_store import RedisStore
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.transport.addresses import advertised
 from outrider.transport.channel import PLAIN, Trust
+from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import GrpcLink
-from outrider.transport.link import Link
-from outrider.transport.server import RpcServer, ServerOptions, Service
-from outrider.v1 import coordinator_pb2
+from outrider.transport.link import DraftLink, TargetLink
+from outrider.transport.server import RpcServer, ServerOptions
 
 from .grpc_api import CoordinatorServicer
 from .service import CoordinatorService
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 1.0
-_SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class CoordinatorHost:
@@ -67,16 +67,21 @@ class CoordinatorHost:
         """Returns the address of the gRPC server. Raises `ConfigError`, `Unavailable` and
         `Incompatible`."""
         config, member = self._config, self._config.membership
-        link = _links_by(config)
-        replicas: dict[str, Any] = {}
+        target_trust, draft_trust = _trust(config, "target"), _trust(config, "draft")
+        targets, drafts = dict[str, TargetLink](), dict[str, DraftLink]()
+        registered = None
         if member is None:
-            replicas["targets"] = {"target-0": link("target", config.target_address)}
+            targets["target-0"] = GrpcLink(VERIFY, config.target_address, target_trust)
             if config.draft_address:
-                replicas["drafts"] = {"draft-0": link("draft", config.draft_address)}
+                drafts["draft-0"] = GrpcLink(DRAFT, config.draft_address, draft_trust)
         else:
             registry = RedisRegistry(member.redis, member.deployment)
             self._open.push_async_callback(registry.close)
-            replicas = {"registry": registry, "link": link}
+            registered = Registered(
+                registry,
+                lambda address: GrpcLink(VERIFY, address, target_trust),
+                lambda address: GrpcLink(DRAFT, address, draft_trust),
+            )
         observation = self.observe()
         ngram = NgramDrafter(config.lookup.ngram_min, config.lookup.ngram_max)
         service = self.service = CoordinatorService(
@@ -90,7 +95,9 @@ class CoordinatorHost:
             fallback=build_lookup(config.lookup) or ngram,
             text=_load_text(config),
             observation=observation,
-            **replicas,
+            targets=targets,
+            drafts=drafts,
+            registered=registered,
         )
         self._open.push_async_callback(service.close)
         await service.start()
@@ -136,7 +143,7 @@ class CoordinatorHost:
             credentials=credentials,
         )
         servicer = CoordinatorServicer(service, access)
-        self.server = RpcServer([Service(_SERVICE, servicer)], options)
+        self.server = RpcServer([servicer.grpc_service], options)
         self._open.push_async_callback(self._stop_servers)
         await self.server.start()
         if config.health_port is None:
@@ -256,16 +263,13 @@ def _record(service: CoordinatorService, name: str, address: str) -> ReplicaReco
     )
 
 
-def _links_by(config: CoordinatorConfig) -> Callable[[Role, str], Link]:
-    trusts: dict[Role, Trust] = {}
-    if config.internal_tls_dir:
-        from outrider.transport.tls import internal_trust
+def _trust(config: CoordinatorConfig, role: Role) -> Trust:
+    if not config.internal_tls_dir:
+        return PLAIN
+    from outrider.transport.tls import internal_trust
 
-        directory = Path(config.internal_tls_dir)
-        with blaming("internal_tls_dir"):
-            trusts["target"] = internal_trust(directory, "coordinator", "target")
-            trusts["draft"] = internal_trust(directory, "coordinator", "draft")
-    return lambda role, address: GrpcLink(role, address, trusts.get(role, PLAIN))
+    with blaming("internal_tls_dir"):
+        return internal_trust(Path(config.internal_tls_dir), "coordinator", role)
 
 
 def _access_control(config: CoordinatorConfig) -> AccessControl:

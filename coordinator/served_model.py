@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.decoding.detokenizer import Completion
 from coordinator.requests.validation import GenerationParameters
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.replica_pool import TargetPool
 from outrider.interfaces.messages import ReplicaDescription
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ServedModel:
     """The targets' model, its name for clients, and its tokenizer."""
 
-    def __init__(self, targets: ReplicaPool, name: str, text: TokenizerText | None) -> None:
+    def __init__(self, targets: TargetPool, name: str, text: TokenizerText | None) -> None:
         """`name` is the model's name in requests; empty = the targets' name. Without the tokenizer
         `text`, requests must contain token ids."""
         self._targets = targets

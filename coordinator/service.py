@@ -13,19 +13,17 @@ from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.runs import RunStarter
 from coordinator.decoding.sessions import OwnedSessions
 from coordinator.health import Health
-from coordinator.routing.discovery import Discovery
-from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.discovery import Discovery, Registered
+from coordinator.routing.replica_pool import DraftPool, TargetPool
 from coordinator.served_model import ServedModel
 from coordinator.streams import Streams
 from outrider import errors
 from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
 from outrider.interfaces.messages import ReplicaDescription
-from outrider.registry.redis_registry import RedisRegistry
-from outrider.registry.registry import Role
 from outrider.sessions.store import SessionStore
 from outrider.telemetry.observer import UNOBSERVED, Observation
-from outrider.transport.link import Link
+from outrider.transport.link import DraftLink, TargetLink
 
 if TYPE_CHECKING:
     from outrider.models.tokenizer import TokenizerText
@@ -40,19 +38,18 @@ class CoordinatorService:
         owner: str,
         *,
         store: SessionStore,
-        targets: Mapping[str, Link] | None = None,
-        drafts: Mapping[str, Link] | None = None,
+        targets: Mapping[str, TargetLink] | None = None,
+        drafts: Mapping[str, DraftLink] | None = None,
         fallback: LookupDrafter,
         text: TokenizerText | None = None,
         random_bits: Callable[[int], int] = secrets.randbits,
         observation: Observation = UNOBSERVED,
-        registry: RedisRegistry | None = None,
-        link: Callable[[Role, str], Link] | None = None,
+        registered: Registered | None = None,
     ) -> None:
         """`owner` is the coordinator's name in the session store. No other process has this name.
 
-        `targets` and `drafts` map names to links, for a fixed set of replicas. With a `registry`,
-        the coordinator uses the registry's replicas, to which `link(role, address)` creates links.
+        `targets` and `drafts` map names to links, for a fixed set of replicas. If `registered` is
+        given, the coordinator uses the replicas of its registry.
 
         `fallback` is the look-up that proposes if the drafter is a look-up, or if a model or head
         has no proposal. It is not used before the first draft has joined (`open_drafts`). `text` is
@@ -61,11 +58,11 @@ class CoordinatorService:
         requests."""
         self.config = config
         self._store = store
-        self._links = targets or {}, drafts or {}
-        self.targets = ReplicaPool("target")
-        self.drafts = ReplicaPool("draft", self.targets)
+        self._target_links, self._draft_links = targets or {}, drafts or {}
+        self.targets = TargetPool("target")
+        self.drafts = DraftPool("draft", self.targets)
         name = owner if config.membership is None else config.membership.name
-        self.fleet = Discovery(name, self.targets, self.drafts, registry, link)
+        self.fleet = Discovery(name, self.targets, self.drafts, registered)
         self.text = text
         self.model = ServedModel(self.targets, config.served_model_name, text)
         self._sessions = sessions = OwnedSessions(store, owner, self.targets, random_bits, config)
@@ -97,9 +94,10 @@ class CoordinatorService:
         target is known, or if a replica of a fixed set does not answer. Raises `Incompatible` if a
         replica of a fixed set does not fit the others, or if the registry has replicas of a role,
         but none of them fits the pool."""
-        for pool, links in zip((self.targets, self.drafts), self._links, strict=True):
-            for name, link in links.items():
-                await pool.join(name, link)
+        for name, target_link in self._target_links.items():
+            await self.targets.join(name, target_link)
+        for name, draft_link in self._draft_links.items():
+            await self.drafts.join(name, draft_link)
         if self.fleet.follows:
             await self.fleet.begin()
         target = self.targets.first

@@ -307,8 +307,8 @@ class Streams:
             ) as first_events:
                 async for event in first_events:
                     yield event
-            while events := await run.next_events():
-                for event in events:
+            async with aclosing(run.events()) as events:
+                async for event in events:
                     yield event
 
     @contextmanager

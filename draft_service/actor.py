@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outrider.config.deployment import DraftConfig
 from outrider.foundation.settings import blaming
@@ -11,17 +11,23 @@ from outrider.replica.grammars import build_grammars
 from outrider.replica.host import ReplicaHost
 
 if TYPE_CHECKING:
+    from outrider.interfaces.engine import Engine
     from outrider.interfaces.step_costs import StepCosts
     from outrider.replica.drivers import ThreadDriver
+    from outrider.replica.host import ServicerOfDraft
 
     from .service import DraftService
 
 
-class DraftActor(ReplicaHost):
+class DraftActor(ReplicaHost[DraftConfig, "DraftService"]):
     """The process of a draft replica."""
 
     def build(
-        self, config: DraftConfig, driver: ThreadDriver, engine: Any, costs: StepCosts | None
+        self,
+        config: DraftConfig,
+        driver: ThreadDriver,
+        engine: Engine | None,
+        costs: StepCosts | None,
     ) -> DraftService:
         from .feature_drafter import FeatureDrafter, HeadEngine
         from .model_drafter import ModelDrafter, ParallelDrafter, parallel_token
@@ -31,13 +37,13 @@ class DraftActor(ReplicaHost):
         with blaming("draft_model"):
             if engine is None:
                 head, info, num_bytes = build_head(config)
-                engine = HeadEngine(
+                head_engine = HeadEngine(
                     head, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
                 )
                 driver.call(lambda: try_device_kernels(None, head))
                 # `costs` is None: no `StepCosts` describe a head, whose pass over committed tokens
                 # runs attention only for the last token.
-                drafter = FeatureDrafter(head, engine)
+                drafter = FeatureDrafter(head, head_engine)
             elif (token := parallel_token(config)) is not None:
                 drafter = ParallelDrafter(engine, token)
             else:
@@ -50,3 +56,9 @@ class DraftActor(ReplicaHost):
             max_num_batched_tokens=batched_tokens(config),
             grammars=build_grammars(config),
         )
+
+    def servicer(self, service: DraftService) -> ServicerOfDraft:
+        from outrider.transport.codec import DRAFT
+        from outrider.transport.stream_server import ReplicaServicer
+
+        return ReplicaServicer(service, DRAFT)

@@ -4,7 +4,6 @@ that the head reads, called features."""
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +81,7 @@ class FeatureDrafter(ModelDrafter):
 
     looks_ahead = False
     reads_features = True
-    engine: Any
+    engine: HeadEngine
 
     def __init__(self, head: LoadedEagle3, engine: HeadEngine) -> None:
         super().__init__(engine)
@@ -117,7 +116,9 @@ class FeatureDrafter(ModelDrafter):
         num_wanted = draft.num_wanted if len(unseen) == len(draft.unseen) else 0
         return AutoregressiveDraft(request, num_wanted, unseen)
 
-    def _pass(self, branches: Sequence[Any], beside: Sequence[SequenceStep] = ()) -> list[Tensor]:
+    def _pass(
+        self, branches: Sequence[AutoregressiveDraft], beside: Sequence[SequenceStep] = ()
+    ) -> list[Tensor]:
         fresh = [branch for branch in branches if not branch.token_ids]
         begun = [branch for branch in branches if branch.token_ids]
         hidden = []

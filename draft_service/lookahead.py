@@ -24,7 +24,7 @@ import torch
 
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
-from outrider.drafters.drafter import NO_DEADLINE, DraftRequest
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
 from outrider.errors import EngineLost, OutriderError
 from outrider.foundation.tokens import EMPTY_DIGEST, digest_after
 from outrider.interfaces.engine import ModelInfo, SequenceStep
@@ -49,9 +49,15 @@ Outcome = tuple[int, ...]  # x_1..x_n y: the tokens that a round may commit; () 
 
 class RoundAhead:
     def __init__(
-        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...], digest: int
+        self,
+        item: DraftItem,
+        deadline: DraftDeadline,
+        committed: tuple[int, ...],
+        unseen: tuple[int, ...],
+        digest: int,
     ) -> None:
         self.item = item
+        self.deadline = deadline  # the time limit of the draft that the coordinator waits for
         self.committed = committed
         self.digest = digest  # of `committed`
         self.unseen = unseen  # last committed tokens, which the session's own sequence has not run
@@ -103,7 +109,7 @@ class RoundAhead:
             committed,
             len(committed),
             digest_after(self.digest, outcome),
-            session_id=name,
+            name=name,
             num_draft_tokens=self.item.num_draft_tokens,
             allowed=allowed_by_min_tokens(
                 sampling, num_tokens, info.eos_token_ids, info.vocab_size
@@ -140,13 +146,20 @@ class LookAhead:
         return self._advanced(self._rounds[item.head.session_id], ())
 
     def begin(
-        self, item: DraftItem, committed: tuple[int, ...], unseen: tuple[int, ...], digest: int
+        self,
+        item: DraftItem,
+        deadline: DraftDeadline,
+        committed: tuple[int, ...],
+        unseen: tuple[int, ...],
+        digest: int,
     ) -> Answers:
         """Ends the session's previous round and begins that of `item`. Returns the answers that are
         known. `committed` has this `digest`, and ends with `unseen`, the tokens that the session's
         sequence lacks."""
-        before = self._rounds.get(item.head.session_id) or RoundAhead(item, (), (), EMPTY_DIGEST)
-        ahead = RoundAhead(item, committed, unseen, digest)
+        ahead = RoundAhead(item, deadline, committed, unseen, digest)
+        before = self._rounds.get(ahead.session_id)
+        if before is None:
+            before = RoundAhead(item, deadline, (), (), EMPTY_DIGEST)
         self._rounds[ahead.session_id] = ahead
         outcome = self._actual_outcome(before, committed)
         answers: list[DraftAnswer] = []
@@ -270,7 +283,7 @@ class LookAhead:
         if taken is not None:
             num_held = len(taken.token_ids)
             taken.num_wanted = min(taken.num_wanted, ahead.item.num_draft_tokens)
-            is_timed = ahead.item.deadline is not NO_DEADLINE
+            is_timed = ahead.deadline is not NO_DEADLINE
             if is_timed and 2 * num_held >= taken.num_wanted and num_held >= num_drawn:
                 taken.num_wanted = min(taken.num_wanted, num_held)
         branch = taken or self._drafter.begin(
@@ -281,7 +294,7 @@ class LookAhead:
             if taken is not None:
                 self._release([taken])
             return [self._answer(ahead, EMPTY_ENCODED_PROPOSAL)]
-        branch.deadline = ahead.item.deadline
+        branch.deadline = ahead.deadline
         ahead.wanted = branch
         return [self._answer_wanted(ahead, branch)] if branch.is_whole else []
 

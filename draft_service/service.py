@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from draft_service.lookahead import LookAhead
 from draft_service.model_drafter import ModelDrafter
@@ -76,8 +75,8 @@ class DraftService(SteppedService[DraftItem]):
         deadline = DraftDeadline.after(
             item.budget_us, lambda: loop.time() + engine.stated_seconds, loop.time()
         )
-        item = replace(item, deadline=deadline)
         work = super()._work(item, sender)
+        work.draft_deadline = deadline
         if not self._proposer.looks_ahead(item) and deadline is not NO_DEADLINE:
             work.timer = loop.call_at(deadline.ends_at, self._report_undrawn, work, deadline)
         return work
@@ -95,9 +94,17 @@ class _Drafting(Work[DraftItem]):
     num_held: int  # how many of the session's tokens the engine held before the item's first step
     is_whole: bool  # whether the step runs all missing tokens of the prefix, and may propose
 
-    def __init__(self, item: DraftItem, drafter: ModelDrafter) -> None:
-        super().__init__(item)
+    def __init__(self, request: StepRequest[DraftItem], drafter: ModelDrafter) -> None:
+        super().__init__(request.item, request.grammar)
+        self.deadline = request.draft_deadline
         self._drafter = drafter
+
+    @property
+    def must_be_whole(self) -> bool:
+        """Whether neither time nor a lack of pages may shorten the proposal. So it is in a session
+        with a repeated seed (docs/exactness.md). Such items have no look-ahead."""
+        item = self.item
+        return self.deadline is NO_DEADLINE and item.held is None and item.look_ahead == 0
 
     @property
     def demand(self) -> SlotDemand:
@@ -112,7 +119,7 @@ class _Drafting(Work[DraftItem]):
             return SlotDemand(item.head, len(item.held), len(item.held) + 1)
         num_extra = max(0, item.num_draft_tokens - (item.look_ahead == 0))
         num_rows = 1 + num_extra if self._drafter.in_one_pass else 1
-        return SlotDemand(item.head, num_extra, num_rows, takes_idle=item.must_be_whole)
+        return SlotDemand(item.head, num_extra, num_rows, takes_idle=self.must_be_whole)
 
 
 class Proposer(EngineWorker[DraftItem, _Drafting]):
@@ -136,8 +143,8 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
         wants = item.look_ahead > 0 and item.head.constraint is None
         return wants and self._drafter.looks_ahead
 
-    def prepare(self, items: Sequence[DraftItem]) -> list[_Drafting]:
-        works = [self._work(item) for item in items]
+    def prepare(self, requests: Sequence[StepRequest[DraftItem]]) -> list[_Drafting]:
+        works = [self._work(request) for request in requests]
         self._begin([work for work in works if not self._look_ahead.works_on(work.item)])
         return works
 
@@ -166,17 +173,17 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
         self._admission.note_pages()
         return [work.result for work in prepared]
 
-    def _work(self, item: DraftItem) -> _Drafting:
-        name = item.head.session_id
+    def _work(self, request: StepRequest[DraftItem]) -> _Drafting:
+        name = request.session_id
         work = self._unfinished.pop(name, None)
-        if work is not None and work.item is item:
+        if work is not None and work.item is request.item:
             work.answer = None
             return work
         if work is not None:
             # Drops the draft tokens of an earlier item. A head has run them on guessed features, so
             # they cannot be kept even if the same tokens were committed.
             self._engine.keep(name, len(work.draft.request.token_ids))
-        return _Drafting(item, self._drafter)
+        return _Drafting(request, self._drafter)
 
     def _begin(self, works: Sequence[_Drafting]) -> None:
         new = [work for work in works if not hasattr(work, "draft")]
@@ -190,7 +197,7 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
     def _waits_for_pages(self, work: _Drafting) -> bool:
         """Whether an item keeps waiting for pages, of which the replica has enough altogether."""
         length = work.head.committed_length + work.demand.num_extra
-        return work.item.must_be_whole and length <= self._admission.num_slots
+        return work.must_be_whole and length <= self._admission.num_slots
 
     def _forget(self, session_id: str) -> None:
         self._unfinished.pop(session_id, None)
@@ -201,19 +208,19 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
         committed = aligned.committed
         if is_whole and self.looks_ahead(item):
             work.answer = self._look_ahead.begin(
-                item, committed, aligned.new_tokens, aligned.digest
+                item, work.deadline, committed, aligned.new_tokens, aligned.digest
             )
             return
         if not self.looks_ahead(item):
             self._look_ahead.forget(work.head.session_id)  # Earlier items may have had look-ahead.
         num_missing = len(aligned.new_tokens) - admitted.num_granted
-        options: dict[str, Any] = {"num_draft_tokens": 0, "deadline": NO_DEADLINE}
+        num_draft_tokens, deadline, allowed = 0, NO_DEADLINE, None
         if is_whole:
-            options["deadline"] = item.deadline
+            deadline = work.deadline
             if item.held is None:
-                options["num_draft_tokens"] = item.num_draft_tokens
+                num_draft_tokens = item.num_draft_tokens
             try:
-                options["allowed"] = self._admission.allowed(work.head, aligned)
+                allowed = self._admission.allowed(work, aligned)
             except Incompatible as error:
                 logger.debug("a draft ignores its session's constraint: %s", error)
         work.is_whole, work.num_held = is_whole, len(aligned.sequence)
@@ -223,11 +230,13 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
             committed[: len(committed) - num_missing],
             len(committed),
             aligned.digest if is_whole else EMPTY_DIGEST,
+            num_draft_tokens=num_draft_tokens,
+            allowed=allowed,
+            deadline=deadline,
             features=item.features,
-            **options,
         )
         work.draft = self._drafter.begin(request)
-        work.draft.must_be_whole = item.must_be_whole
+        work.draft.must_be_whole = work.must_be_whole
 
     def _launch(self, works: Sequence[_Drafting]) -> Callable[[], Sequence[AutoregressiveDraft]]:
         return partial(self._passes, works)
@@ -243,7 +252,7 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
             self._engine.keep(work.head.session_id, work.num_held)
             # If the engine has forgotten the sequence, the new draft runs all tokens.
             work.draft = self._drafter.begin(work.draft.request)
-            work.draft.must_be_whole = work.item.must_be_whole
+            work.draft.must_be_whole = work.must_be_whole
 
     def _finish(self, works: Sequence[_Drafting], drafts: Sequence[AutoregressiveDraft]) -> None:
         for work, draft in zip(works, drafts, strict=True):
@@ -258,7 +267,7 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
                 work.answer = Unfinished.CONTINUES
 
     def _answer(self, work: _Drafting) -> None:
-        key, deadline = work.head.key, work.item.deadline
+        key, deadline = work.head.key, work.deadline
         held = self._engine.length(work.head.session_id)
         if work.is_whole or held < len(work.draft.request.token_ids):
             encoded = EncodedProposal.of(work.draft.proposal)

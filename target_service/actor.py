@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outrider.config.deployment import TargetConfig
+from outrider.errors import InvariantError
 from outrider.replica.engines import batched_tokens
 from outrider.replica.grammars import build_grammars
 from outrider.replica.host import ReplicaHost
@@ -14,19 +15,26 @@ if TYPE_CHECKING:
     from outrider.interfaces.engine import Engine
     from outrider.interfaces.step_costs import StepCosts
     from outrider.replica.drivers import ThreadDriver
+    from outrider.replica.host import ServicerOfTarget
 
     from .service import TargetService
     from .verifier import SelfDrafter
 
 
-class TargetActor(ReplicaHost):
+class TargetActor(ReplicaHost[TargetConfig, "TargetService"]):
     """The process of a target replica."""
 
     def build(
-        self, config: TargetConfig, driver: ThreadDriver, engine: Any, costs: StepCosts | None
+        self,
+        config: TargetConfig,
+        driver: ThreadDriver,
+        engine: Engine | None,
+        costs: StepCosts | None,
     ) -> TargetService:
         from .service import TargetService
 
+        if engine is None:
+            raise InvariantError("a target without a model")
         return TargetService(
             engine,
             driver,
@@ -38,6 +46,12 @@ class TargetActor(ReplicaHost):
             stream_interval_ms=config.stream_interval_ms,
             lookup=build_lookup(config.lookup),
         )
+
+    def servicer(self, service: TargetService) -> ServicerOfTarget:
+        from outrider.transport.codec import VERIFY
+        from outrider.transport.stream_server import ReplicaServicer
+
+        return ReplicaServicer(service, VERIFY)
 
 
 def self_drafter_of(engine: Engine) -> SelfDrafter | None:

@@ -134,6 +134,7 @@ class RunAhead:
         self.request: StepRequest[VerifyItem] | None = work  # the round that waits or runs
         self.replies: list[VerdictReply] = []
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
+        self._grammar = work.grammar
         head = work.item.head
         # Where the first round begins, and each round after a reply.
         self._starts = [
@@ -201,6 +202,7 @@ class RunAhead:
         self._foreseen = None
         self._num_probe_tokens = work.item.num_probe_tokens or self._num_probe_tokens
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
+        self._grammar = work.grammar
         if self.request is not None:
             self.request.sender = work.sender
         return list(self.replies) if may_be_lost else []
@@ -263,7 +265,7 @@ class RunAhead:
             item = self._later_round(start, rounds)
         if rounds > 0:
             self._num_probe_tokens = 0
-        self.request = StepRequest(item, self._sender, now, self._expires_at)
+        self.request = StepRequest(item, self._sender, now, self._expires_at, self._grammar)
         return self.request
 
     def _later_round(self, start: _Start, rounds: int) -> VerifyItem:

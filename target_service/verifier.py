@@ -37,7 +37,7 @@ from outrider.replica.admission import (
     Work,
     draft_request,
 )
-from outrider.replica.step_request import StepAnswer, Unfinished
+from outrider.replica.step_request import StepAnswer, StepRequest, Unfinished
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.accept_reject import Outcome, Verdict, decide, ending_before
 from outrider.speculation.audit import audit
@@ -209,9 +209,13 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         self._admission.validate(work, self._validate)
         self._expected[id(item)] = work
 
-    def prepare(self, items: Sequence[VerifyItem]) -> list[_Round]:
+    def prepare(self, requests: Sequence[StepRequest[VerifyItem]]) -> list[_Round]:
         expected, self._expected = self._expected, {}
-        rounds = [expected.get(id(item)) or _Round(item) for item in items]
+        rounds = []
+        for request in requests:
+            work = expected.get(id(request.item)) or _Round(request.item)
+            work.grammar = request.grammar
+            rounds.append(work)
         self._admission.admit(rounds, self._validate, self._prepare)
         return rounds
 
@@ -277,7 +281,7 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         if not admitted.is_whole:
             work.step = SequenceStep(head.session_id, new_tokens[: admitted.num_granted], 0)
             return
-        work.allowed = self._admission.allowed(head, aligned)
+        work.allowed = self._admission.allowed(work, aligned)
         vocab_size = self._engine.info.vocab_size
         drafted = tuple([v if v < vocab_size else _REPLACEMENT for v in proposal.token_ids])
         work.step = SequenceStep(head.session_id, (*new_tokens, *drafted), len(drafted) + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
@@ -99,7 +99,6 @@ class SessionRun:
         self._first_token_at: float | None = None
         self.is_recorded = False
         """Whether the store has the session's end."""
-        self._is_told = False
         self._handed_over = False
         self._is_timed = True
         """`RoundLength.is_timed` of the newest round."""
@@ -119,13 +118,19 @@ class SessionRun:
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(self._clock())
 
-    async def next_events(self) -> Sequence[Event]:
-        """Waits for the next events other than `Started`. Returns an empty sequence after the last
-        event. Raises the error that ended the session, or `StaleEpoch` after the session was handed
-        over. If the deadline passes, and the store has taken no token, raises `DeadlineExceeded`;
-        if it lacks only later tokens, raises `StoreUnavailable`."""
-        if self._is_told:
-            return ()
+    async def events(self) -> AsyncGenerator[Event]:
+        """Yields the events after `Started`, up to `Finished`. Must be called once. Raises the
+        error that ended the session, or `StaleEpoch` after the session was handed over. If the
+        deadline passes, and the store has taken no token, raises `DeadlineExceeded`; if it lacks
+        only later tokens, raises `StoreUnavailable`."""
+        while events := await self._next_events():
+            for event in events:
+                yield event
+        for event in await self._last_events():
+            yield event
+
+    async def _next_events(self) -> Sequence[Event]:
+        """Returns an empty sequence if only the last events are left."""
         try:
             events = await self._output.read()
         except TimeoutError:
@@ -137,9 +142,7 @@ class SessionRun:
         except OutriderError:
             self._check_here()
             raise
-        if not events:
-            return await self._last_events()
-        if self._first_token_at is None:
+        if events and self._first_token_at is None:
             self._first_token_at = self._clock()
         return events
 
@@ -164,7 +167,6 @@ class SessionRun:
             stop_token_id=self._completion.stop_token_id,
         )
         self._observer.finished(finished)
-        self._is_told = True
         if not self._held_back:
             return (finished,)
         return Tokens(self._completion.num_tokens, (), self._held_back, (), ()), finished

@@ -9,7 +9,7 @@ from coordinator.decoding.trial import TrialMeter
 from coordinator.draft_length.controller import LengthControls
 from coordinator.routing.discovery import Discovery
 from coordinator.routing.draft_client import open_drafts
-from coordinator.routing.replica_pool import ReplicaPool, SessionContext
+from coordinator.routing.replica_pool import DraftPool, SessionContext, TargetPool
 from coordinator.routing.target_client import TargetClient
 from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import LookupDrafter
@@ -22,8 +22,8 @@ class RunStarter:
     def __init__(
         self,
         config: CoordinatorConfig,
-        targets: ReplicaPool,
-        drafts: ReplicaPool,
+        targets: TargetPool,
+        drafts: DraftPool,
         fleet: Discovery,
         fallback: LookupDrafter,
         sessions: OwnedSessions,

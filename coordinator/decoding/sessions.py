@@ -14,14 +14,14 @@ from collections.abc import (
 )
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from coordinator.decoding.committer import back_off
 from coordinator.decoding.loop import COMMIT_GRACE_S, SessionRun
 from coordinator.decoding.resumption import check_known
 from coordinator.decoding.stored_bytes import StoredBytes
 from coordinator.requests.validation import GenerationParameters, ParametersWriter
-from coordinator.routing.replica_pool import ReplicaPool, SessionContext
+from coordinator.routing.replica_pool import SessionContext, TargetPool
 from coordinator.routing.target_client import TargetClient
 from outrider import errors, limits
 from outrider.config.deployment import CoordinatorConfig
@@ -96,7 +96,7 @@ class OwnedSessions:
         self,
         store: SessionStore,
         owner: str,
-        targets: ReplicaPool,
+        targets: TargetPool,
         random_bits: Callable[[int], int],
         config: CoordinatorConfig,
     ) -> None:
@@ -112,7 +112,7 @@ class OwnedSessions:
         self._endings = FairQueue(range(limits.ENDINGS_MAX))
         self._closings = FairQueue(range(limits.CLOSINGS_MAX))
         self.stored = StoredBytes(config.resume_grace_ms)
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Task[object]] = set()
         self.running: dict[str, SessionRun] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._store_calls: dict[str, StoreCall] = {}
@@ -127,7 +127,7 @@ class OwnedSessions:
         self._closing = asyncio.Event()
         self._lease_ends = False
 
-    def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def in_background(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """Starts a task, for which `end_background` waits."""
         task = asyncio.create_task(work)
         self._background.add(task)
@@ -273,7 +273,7 @@ class OwnedSessions:
                 return
             await asyncio.wait([ending])
 
-    def _free(self, run: SessionRun, closing: Coroutine[Any, Any, None]) -> None:
+    def _free(self, run: SessionRun, closing: Coroutine[None, None, None]) -> None:
         session_id = run.session_id
         del self.running[session_id]
         ending = self._ending[session_id] = self.in_background(closing)

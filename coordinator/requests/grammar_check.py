@@ -9,10 +9,9 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any
 
 from outrider import limits
 from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
@@ -100,7 +99,9 @@ class _Compiler:
 
     def __init__(self, first_line: Callable[[], bytes]) -> None:
         self._first_line = first_line
-        self.process: Any = None
+        self.process: asyncio.subprocess.Process | None = None
+        self._pipes: tuple[asyncio.StreamWriter, asyncio.StreamReader]
+        """The process's standard input and output."""
         self._is_closed = False
 
     async def compile(self, constraint: Constraint) -> str:
@@ -113,12 +114,13 @@ class _Compiler:
                 process = await self._start()
             except ConfigError as error:
                 return error.message
-        process.stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
+        stdin, stdout = self._pipes
+        stdin.write(_line({"kind": constraint.kind, "text": constraint.text}))
         line = b""
         try:
             # The process sets an alarm, which should kill the process after half of this time.
             async with asyncio.timeout(2 * limits.COMPILE_WAIT_S_MAX):
-                line = await process.stdout.readline()
+                line = await stdout.readline()
         except TimeoutError:
             _log.warning("the process that compiles constraints does not answer; it is killed")
             process.kill()
@@ -137,11 +139,11 @@ class _Compiler:
                 raise Overloaded(_UNAVAILABLE)
         raise InvariantError(f"{constraint.kind}: could not be compiled, because of a server bug")
 
-    async def _start(self) -> Any:
+    async def _start(self) -> asyncio.subprocess.Process:
         first = await asyncio.to_thread(self._first_line)
         if self._is_closed:
             raise Overloaded(_UNAVAILABLE)
-        self.process = await asyncio.create_subprocess_exec(
+        self.process = process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
             _PROGRAM,
@@ -150,10 +152,13 @@ class _Compiler:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        self.process.stdin.write(first)
+        if process.stdin is None or process.stdout is None:
+            raise InvariantError("a process without the pipes that it was started with")
+        self._pipes = process.stdin, process.stdout
+        process.stdin.write(first)
         if self._is_closed:
-            self.process.kill()
-        return self.process
+            process.kill()
+        return process
 
     async def close(self) -> None:
         self._is_closed = True
@@ -163,5 +168,5 @@ class _Compiler:
             await process.wait()
 
 
-def _line(message: dict[str, Any]) -> bytes:
+def _line(message: Mapping[str, object]) -> bytes:
     return json.dumps(message).encode() + b"\n"

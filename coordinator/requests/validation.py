@@ -8,9 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
+from typing_extensions import TypeIs  # from Python 3.13 on in `typing`
 
 from coordinator.requests.grammar_check import ConstraintChecks
 from outrider import limits
@@ -33,7 +34,10 @@ _ROLE = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 _NOT_STORED = {"prompt", "model", "names", "default_max_tokens", "tools", "template_variables"}
 _OWN = {"seed", "max_tokens"}
 """Parameters in which the sessions of one request may differ, besides the prompt."""
-_EXCLUDED: Any = dict.fromkeys(_NOT_STORED, True) | {"constraint": {"field"}}
+_EXCLUDED: dict[str, bool | set[str]] = {
+    **dict.fromkeys(_NOT_STORED, True),
+    "constraint": {"field"},
+}
 """`_NOT_STORED` and the part of a constraint that is not stored, for pydantic."""
 
 
@@ -69,7 +73,7 @@ class ParametersWriter:
     in few parameters. The others are written and hashed once if they are large."""
 
     def __init__(self) -> None:
-        self._last: tuple[Sequence[Any], SharedText] | None = None
+        self._last: tuple[Sequence[object], SharedText] | None = None
         """The tenant and the common parameters of the newest session with large parameters."""
 
     def write(self, parameters: GenerationParameters, tenant: str) -> tuple[str, SharedText | None]:
@@ -144,35 +148,38 @@ def resolve(
         raise BadRequest(prompt_field, f"the prompt has {num_ids} tokens; {most}")
     check_ids(prompt_ids, prompt_field, model.vocab_size)
     room = length - num_ids
-    known: dict[str, Any] = {
-        "max_tokens": min(room, request.default_max_tokens),
-        "seed": random_seed,
-        "num_draft_tokens": config.num_draft_tokens,
-        "deadline_ms": config.deadline_ms,
-    }
-    for field in fields(request):
-        if (value := getattr(request, field.name)) is not None:
-            known[field.name] = value
-    if known["max_tokens"] > room:
+    if (max_tokens := request.max_tokens) is None:
+        max_tokens = min(room, request.default_max_tokens)
+    if max_tokens > room:
         raise BadRequest(
             request.names.max_tokens,
-            f"got {known['max_tokens']}; allowed: up to {room}, because the prompt has {num_ids} "
+            f"got {max_tokens}; allowed: up to {room}, because the prompt has {num_ids} "
             f"tokens, and the model's length is {length}",
         )
-    if (least := request.sampling.min_tokens) > known["max_tokens"]:
-        reason = f"got {least}; allowed: up to max_tokens, which is {known['max_tokens']}"
+    if (least := request.sampling.min_tokens) > max_tokens:
+        reason = f"got {least}; allowed: up to max_tokens, which is {max_tokens}"
         raise BadRequest(f"{request.names.sampling}min_tokens", reason)
+    rule = request.rule
+    if request.sampling.greedy:
+        rule = Rule.GREEDY
+    elif rule is None:  # With a given seed, tokens must not depend on the drafter.
+        rule = Rule(config.unseeded_rule) if request.seed is None else Rule.COUPLED
+    num_draft_tokens, deadline_ms = request.num_draft_tokens, request.deadline_ms
+    known = {field.name: getattr(request, field.name) for field in fields(request)}
     known |= {
         "prompt": prompt_ids,
         "model": "",
+        "max_tokens": max_tokens,
+        "seed": random_seed if request.seed is None else request.seed,
+        "rule": rule,
+        "num_draft_tokens": (
+            config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        ),
+        "deadline_ms": config.deadline_ms if deadline_ms is None else deadline_ms,
         "default_max_tokens": limits.MAX_TOKENS_DEFAULT,
         "tools": (),
         "template_variables": {},
     }
-    if request.sampling.greedy:
-        known["rule"] = Rule.GREEDY
-    elif request.rule is None:  # With a given seed, tokens must not depend on the drafter.
-        known["rule"] = Rule(config.unseeded_rule) if request.seed is None else Rule.COUPLED
     return GenerationParameters(**known)
 
 
@@ -184,14 +191,16 @@ def check_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
         raise BadRequest(f"{field}[{index}]", reason)
 
 
-def _is_chat(prompt: Prompt) -> bool:
+def _is_chat(prompt: tuple[ChatMessage, ...] | tuple[int, ...]) -> TypeIs[tuple[ChatMessage, ...]]:
     return bool(prompt) and isinstance(prompt[0], ChatMessage)
 
 
 def check_roles(prompt: Prompt) -> None:
     """Raises `BadRequest` if the role of a chat message is not a plain name."""
-    for index, turn in enumerate(prompt if _is_chat(prompt) else ()):
-        if isinstance(turn, ChatMessage) and (reason := wrong_role(turn.role)):
+    if isinstance(prompt, str) or not _is_chat(prompt):
+        return
+    for index, turn in enumerate(prompt):
+        if reason := wrong_role(turn.role):
             raise BadRequest(f"chat.messages[{index}].role", reason)
 
 
@@ -241,22 +250,15 @@ class PromptEncoder:
         `add_special_tokens` affects only plain text. Simultaneous calls with the same prompt object
         tokenize it once. Raises `BadRequest` if the prompt cannot be tokenized, or has more bytes
         than `tokens_max` tokens can have, and `Overloaded` if too many wait."""
-        text, prompt, given = self._text, request.prompt, cast(Any, request.prompt)
+        text, prompt = self._text, request.prompt
         if not isinstance(prompt, str) and not _is_chat(prompt):
-            return request.names.prompt or "token_ids", given
+            return request.names.prompt or "token_ids", prompt
         field = request.names.prompt or ("text" if isinstance(prompt, str) else "chat")
         if text is None:
             raise BadRequest(field, "the model has no tokenizer; give token ids")
-        turns, contents = list[dict[str, Any]](), [given]
+        contents = [prompt] if isinstance(prompt, str) else [turn.content for turn in prompt]
         if not isinstance(prompt, str):
-            turns = [
-                {"role": message.role, "content": message.content, **message.more}
-                for message in given
-            ]
-            contents = [message.content for message in given]
-            contents += [
-                json.dumps(message.more, ensure_ascii=False) for message in given if message.more
-            ]
+            contents += [json.dumps(turn.more, ensure_ascii=False) for turn in prompt if turn.more]
         size = sum(len(content.encode(errors="surrogatepass")) for content in contents)
         bytes_max = tokens_max * text.token_bytes_max
         if size > bytes_max:
@@ -264,10 +266,11 @@ class PromptEncoder:
             raise BadRequest(field, f"has {size} bytes; allowed: {most}")
 
         def tokenize() -> tuple[int, ...]:
-            if turns:
-                tools, variables = request.tools, request.template_variables
-                return tuple(text.encode_chat(turns, tools, variables, field))
-            return tuple(text.encode(given, add_special_tokens, field))
+            if isinstance(prompt, str):
+                return tuple(text.encode(prompt, add_special_tokens, field))
+            turns = [{"role": turn.role, "content": turn.content, **turn.more} for turn in prompt]
+            tools, variables = request.tools, request.template_variables
+            return tuple(text.encode_chat(turns, tools, variables, field))
 
         return field, await self._calls.share(
             (id(prompt), add_special_tokens),

@@ -13,12 +13,12 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from coordinator.routing.replica_pool import ReplicaPool
-from outrider.errors import Incompatible, OutriderError
+from coordinator.routing.replica_pool import DraftPool, TargetPool
+from outrider.errors import Incompatible, InvariantError, OutriderError
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.limits import REPLICAS_MAX
 from outrider.registry.redis_registry import RedisRegistry
@@ -31,7 +31,7 @@ from outrider.registry.registry import (
     Role,
     Starts,
 )
-from outrider.transport.link import Link
+from outrider.transport.link import DraftLink, TargetLink
 
 _log = logging.getLogger(__name__)
 
@@ -63,21 +63,29 @@ class SeenReplica:
     figures: Figures = NO_FIGURES
 
 
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A registry, and what opens links to its replicas at their addresses."""
+
+    registry: RedisRegistry
+    target_link: Callable[[str], TargetLink]
+    draft_link: Callable[[str], DraftLink]
+
+
 class Discovery:
     """Updates the replica pools from the registry, and lists all replicas."""
 
     def __init__(
         self,
         own_name: str,
-        targets: ReplicaPool,
-        drafts: ReplicaPool,
-        registry: RedisRegistry | None = None,
-        link: Callable[[Role, str], Link] | None = None,
+        targets: TargetPool,
+        drafts: DraftPool,
+        registered: Registered | None = None,
     ) -> None:
         self._own_name = own_name
-        self._pools: dict[Role, ReplicaPool] = {"target": targets, "draft": drafts}
-        self._registry: Any = registry
-        self._link: Any = link
+        self._targets, self._drafts = targets, drafts
+        self._pools: dict[Role, TargetPool | DraftPool] = {"target": targets, "draft": drafts}
+        self._registered = registered
         self._records: dict[Role, dict[str, ReplicaRecord]] = {role: {} for role in ROLES}
         self.wanted: dict[Role, int] = {}
         """Role -> number of replicas that should run, from the registry."""
@@ -98,7 +106,13 @@ class Discovery:
     @property
     def follows(self) -> bool:
         """Whether there is a registry. Without one, `begin` and `run` must not be called."""
-        return self._registry is not None
+        return self._registered is not None
+
+    @property
+    def _known(self) -> Registered:
+        if self._registered is None:
+            raise InvariantError("there is no registry")
+        return self._registered
 
     async def begin(self) -> None:
         """Adds the targets that the registry lists, then the drafts. Waits up to `LEASE_S` for a
@@ -106,9 +120,9 @@ class Discovery:
         its data. Raises `Incompatible` if a pool stays empty because its replicas do not fit."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LEASE_S
-        while not self._pools["target"].replicas and loop.time() < until:
+        while not self._targets.replicas and loop.time() < until:
             await self._refresh_and_add()
-            if not self._pools["target"].replicas:
+            if not self._targets.replicas:
                 await asyncio.sleep(READ_PERIOD_S)
         await self._refresh_and_add()
         for role, pool in self._pools.items():
@@ -132,10 +146,11 @@ class Discovery:
 
     async def refresh(self) -> None:
         """Reads the registry once, and updates the pools."""
+        registry = self._known.registry
         try:
-            records = await self._registry.fleet()
-            self.wanted = await self._registry.wanted()
-            starts = await self._registry.starts()
+            records = await registry.fleet()
+            self.wanted = await registry.wanted()
+            starts = await registry.starts()
         except OutriderError as error:
             if not self._away:
                 _log.warning("the registry cannot be read; replicas are not updated: %s", error)
@@ -163,7 +178,9 @@ class Discovery:
             if role != "coordinator":
                 self._follow(self._pools[role], records, now)
 
-    def _follow(self, pool: ReplicaPool, records: Sequence[ReplicaRecord], now: float) -> None:
+    def _follow(
+        self, pool: TargetPool | DraftPool, records: Sequence[ReplicaRecord], now: float
+    ) -> None:
         for record in records:
             self._trusted_until[record.name] = now, record.address
             is_known = record.name in pool.replicas
@@ -173,7 +190,7 @@ class Discovery:
                 not is_known
                 and now >= self._not_before.get(record.name, now)
                 # Drafts must fit the first target.
-                and (pool.role == "target" or self._pools["target"].first is not None)
+                and (pool.role == "target" or self._targets.first is not None)
                 # A leaving replica may be outdated. If it were first, others would have to fit it.
                 and not (record.leaving and pool.first is None)
             ):
@@ -184,14 +201,16 @@ class Discovery:
             if now > trusted:
                 self._begin(name, self._check_unlisted(pool, name, address in taken))
 
-    def _begin(self, name: str, work: Any) -> None:
+    def _begin(self, name: str, work: Coroutine[None, None, None]) -> None:
         if name in self._tasks:
             work.close()
             return
         self._tasks[name] = asyncio.create_task(work)
         self._tasks[name].add_done_callback(lambda _: self._tasks.pop(name))
 
-    async def _check_unlisted(self, pool: ReplicaPool, name: str, is_replaced: bool) -> None:
+    async def _check_unlisted(
+        self, pool: TargetPool | DraftPool, name: str, is_replaced: bool
+    ) -> None:
         """Removes a replica that the registry no longer lists, unless the replica answers. If
         `is_replaced`, does not ask, because another replica has its address and would answer."""
         replica = pool.replicas.get(name)
@@ -204,10 +223,13 @@ class Discovery:
             _log.warning("the %s %s is removed: the registry no longer lists it", pool.role, name)
             await pool.leave(name)
 
-    async def _join(self, pool: ReplicaPool, record: ReplicaRecord) -> None:
+    async def _join(self, pool: TargetPool | DraftPool, record: ReplicaRecord) -> None:
+        name, address, share = record.name, record.address, record.trial_share
         try:
-            link = self._link(pool.role, record.address)
-            await pool.join(record.name, link, record.trial_share)
+            if pool.role == "target":
+                await self._targets.join(name, self._known.target_link(address), share)
+            else:
+                await self._drafts.join(name, self._known.draft_link(address), share)
             if record.leaving:
                 pool.retire(record.name)
             _log.info("the %s %s has joined", pool.role, record.name)

@@ -7,7 +7,7 @@ import logging
 import math
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Generic
 
 from coordinator.draft_length.policy import DraftedBeside, RoundLength
 from coordinator.routing.drafts import (
@@ -19,15 +19,17 @@ from coordinator.routing.drafts import (
     NoDrafts,
     SessionLookup,
 )
-from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
+from coordinator.routing.replica_pool import DraftPool, SessionContext, SessionRoute
 from outrider import errors, limits
 from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.features import Features
 from outrider.drafters.lookup import LookupDrafter
 from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.messages import (
+    Answer,
     DraftAnswer,
     DraftItem,
+    Item,
     ProposalReply,
     Refused,
     Resync,
@@ -88,12 +90,12 @@ def budget_us(seconds: float) -> int:
     return max(1, min(round(seconds * 1e6), limits.DRAFT_DEADLINE_MS_MAX * 1000))
 
 
-class _ModelDrafts(Drafts):
+class _ModelDrafts(Drafts, Generic[Item, Answer]):
     """Base class of both clients. In a hybrid drafter, a confident look-up proposes instead of the
     model. The confidence depends only on committed tokens, of this session and earlier sessions."""
 
     def __init__(
-        self, route: SessionRoute[Any, Any], lookup: LookupDrafter, config: CoordinatorConfig
+        self, route: SessionRoute[Item, Answer], lookup: LookupDrafter, config: CoordinatorConfig
     ) -> None:
         self._route = route
         self._session = route.context.session
@@ -136,17 +138,17 @@ class _ModelDrafts(Drafts):
         return True
 
 
-class DraftClient(_ModelDrafts):
+class DraftClient(_ModelDrafts[DraftItem, DraftAnswer]):
     """Asks a draft replica for proposals. While the replica does not answer, a look-up proposes."""
 
     def __init__(
         self,
-        pool: ReplicaPool,
+        pool: DraftPool,
         context: SessionContext,
         lookup: LookupDrafter,
         config: CoordinatorConfig,
     ) -> None:
-        super().__init__(SessionRoute[DraftItem, DraftAnswer](pool, context), lookup, config)
+        super().__init__(SessionRoute(pool, context), lookup, config)
         self._clock = asyncio.get_running_loop().time
         self._observer = context.observer
         self._reads_features = pool.first is not None and pool.first.reads_features
@@ -448,7 +450,7 @@ class DraftClient(_ModelDrafts):
             self._send(number, length.num_draft_tokens, budget=budget)
 
 
-class SelfDraftClient(_ModelDrafts):
+class SelfDraftClient(_ModelDrafts[VerifyItem, VerifyAnswer]):
     """Gets proposals from a head in the target. A round's proposal comes with the previous round's
     verdict, also if the target runs the round ahead. If a verdict has no proposal, for example that
     of a plain round that ran ahead, the look-up proposes."""
@@ -519,7 +521,7 @@ class SelfDraftClient(_ModelDrafts):
 
 
 def open_drafts(
-    pool: ReplicaPool,
+    pool: DraftPool,
     target: SessionRoute[VerifyItem, VerifyAnswer],
     lookup: LookupDrafter,
     config: CoordinatorConfig,

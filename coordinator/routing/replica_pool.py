@@ -13,20 +13,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
+from typing import Generic
 
 from coordinator.requests.validation import GenerationParameters
 from coordinator.routing.absence import Absence
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import Incompatible, LinkLost, OutriderError, check
 from outrider.interfaces.messages import (
+    Answer,
+    DraftAnswer,
+    DraftItem,
+    Item,
     Prefix,
     ProposalReply,
-    Refused,
     ReplicaDescription,
     Resync,
     RoundHead,
     VerdictReply,
+    VerifyAnswer,
+    VerifyItem,
 )
 from outrider.limits import MAILBOX_REPLIES_MAX, PAGE_SIZE, RUN_AHEAD_ROUNDS_MAX
 from outrider.registry.registry import Starts
@@ -50,17 +55,14 @@ LOAD_SLACK = 0.25
 _KEY_PAGES = 2
 """`affinity` hashes this many pages at the start of a prompt."""
 
-Item = TypeVar("Item")
-Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
 
-
-class ReplicaConnection:
+class ReplicaConnection(Generic[Item, Answer]):
     """The link to one replica, shared by all sessions that use the replica."""
 
     def __init__(
         self,
-        pool: "ReplicaPool",
-        link: Link,
+        pool: "ReplicaPool[Item, Answer]",
+        link: Link[Item, Answer],
         name: str,
         description: ReplicaDescription,
         trial_share: float,
@@ -75,7 +77,7 @@ class ReplicaConnection:
         """Share of the new sessions that go to this replica during its trial; 0 = no trial."""
         self.away = False
         """Whether the replica could not be reached, and has not described itself since."""
-        self.routes: dict[str, SessionRoute[Any, Any]] = {}
+        self.routes: dict[str, SessionRoute[Item, Answer]] = {}
         link.listen(self._deliver, self.lose)
 
     @property
@@ -100,7 +102,7 @@ class ReplicaConnection:
         for route in self.routes.values():
             route.lose(error)
 
-    def _deliver(self, answer: Any) -> None:
+    def _deliver(self, answer: Answer) -> None:
         route = self.routes.get(answer.key.session_id)
         is_kept = route is not None and route.put(answer)
         # Proposals drafted ahead, and a draft's answers to prefills, do not count as stale.
@@ -109,17 +111,17 @@ class ReplicaConnection:
         self._pool.num_stale += not is_kept and isinstance(answer, ProposalReply | VerdictReply)
 
 
-class ReplicaPool:
+class ReplicaPool(Generic[Item, Answer]):
     """The replicas of one role. During an upgrade, their weights may differ. A session runs only on
     targets with the weights that it began with."""
 
-    def __init__(self, role: Side, targets: "ReplicaPool | None" = None) -> None:
+    def __init__(self, role: Side, targets: "TargetPool | None" = None) -> None:
         """A pool of drafts needs the pool of `targets`. Drafts must fit the first target."""
         self.role = role
         self.first: ReplicaDescription | None = None
         """Description of the first replica that ever joined. Later replicas must fit the first."""
         self._targets = targets
-        self.replicas: dict[str, ReplicaConnection] = {}
+        self.replicas: dict[str, ReplicaConnection[Item, Answer]] = {}
         """Name -> replica, in the order in which the replicas joined."""
         self._left = Counter[str]()
         """Sum of `Link.num_bytes` over removed replicas."""
@@ -131,7 +133,7 @@ class ReplicaPool:
         self._arrival = asyncio.Event()
 
     @property
-    def present(self) -> list[ReplicaConnection]:
+    def present(self) -> list[ReplicaConnection[Item, Answer]]:
         """The replicas that are neither away nor leaving."""
         return [replica for replica in self.replicas.values() if replica.is_open]
 
@@ -162,7 +164,7 @@ class ReplicaPool:
         ).description
 
     @property
-    def on_trial(self) -> ReplicaConnection | None:
+    def on_trial(self) -> ReplicaConnection[Item, Answer] | None:
         """The newest present replica on trial."""
         return next((replica for replica in reversed(self.present) if replica.trial_share), None)
 
@@ -174,7 +176,7 @@ class ReplicaPool:
         )
         return next(descriptions, None)
 
-    async def join(self, name: str, link: Link, trial_share: float = 0.0) -> None:
+    async def join(self, name: str, link: Link[Item, Answer], trial_share: float = 0.0) -> None:
         """Asks a replica for its description, and adds the replica. The pool, not the caller, will
         close the `link`. Raises `Unavailable` if the replica does not answer, and `Incompatible` if
         it does not fit the pool."""
@@ -188,7 +190,11 @@ class ReplicaPool:
         self.admit(name, link, description, trial_share)
 
     def admit(
-        self, name: str, link: Link, description: ReplicaDescription, trial_share: float = 0.0
+        self,
+        name: str,
+        link: Link[Item, Answer],
+        description: ReplicaDescription,
+        trial_share: float = 0.0,
     ) -> None:
         """Adds a replica whose description is known to fit."""
         self.first = self.first or description
@@ -270,7 +276,7 @@ class ReplicaPool:
         self._arrival.set()
         self._arrival.clear()
 
-    async def _probe(self, replica: ReplicaConnection) -> None:
+    async def _probe(self, replica: ReplicaConnection[Item, Answer]) -> None:
         """Marks a replica as back if it answers. After a restart, its description may differ."""
         with suppress(OutriderError):
             description = await replica.link.describe(PROBE_TIMEOUT_S)
@@ -297,6 +303,10 @@ class ReplicaPool:
             reason = f"and {first.model!r} differ: only one reads hidden states of its target"
         if reason:
             raise Incompatible(f"the {self.role} {description.model!r} {reason}")
+
+
+TargetPool = ReplicaPool[VerifyItem, VerifyAnswer]
+DraftPool = ReplicaPool[DraftItem, DraftAnswer]
 
 
 # Rendezvous hashing (Thaler and Ravishankar 1998) of the start of a session's prompt chooses the
@@ -355,7 +365,7 @@ class SessionRoute(Generic[Item, Answer]):
     replicas. A replica refuses a session after the session's Release message. A session may return
     to a replica that it has left, so its replicas get this message only when the session ends."""
 
-    def __init__(self, pool: ReplicaPool, context: SessionContext) -> None:
+    def __init__(self, pool: ReplicaPool[Item, Answer], context: SessionContext) -> None:
         """The session begins at the replica that its record names. If the record names no replica,
         or the named replica is not present, `_find` chooses a replica."""
         session = context.session
@@ -376,9 +386,9 @@ class SessionRoute(Generic[Item, Answer]):
         )
         self._weights = context.parameters.weights if is_target else ""
         self._numerics = ""
-        self._replica: ReplicaConnection | None = None
-        self._left: dict[str, ReplicaConnection] = {}
-        self._rejected: list[ReplicaConnection] = []
+        self._replica: ReplicaConnection[Item, Answer] | None = None
+        self._left: dict[str, ReplicaConnection[Item, Answer]] = {}
+        self._rejected: list[ReplicaConnection[Item, Answer]] = []
         """Replicas that gave wrong answers."""
         self._num_moves = 0
         self._round = 0
@@ -611,7 +621,7 @@ class SessionRoute(Generic[Item, Answer]):
             replica.link.release(session.session_id, session.epoch, prefix)
         self._left = {}
 
-    def _find(self, preferred: str = "") -> ReplicaConnection | None:
+    def _find(self, preferred: str = "") -> ReplicaConnection[Item, Answer] | None:
         """Chooses another replica for the session; None if no replica fits. A leaving draft does
         not fit, because a look-up can replace it. If no fitting replica is present, a session
         without a replica gets a fitting replica that is away or leaving.
@@ -638,7 +648,7 @@ class SessionRoute(Generic[Item, Answer]):
         # A hash of the session's id in [0, 1), the same at every coordinator.
         place = int.from_bytes(blake2b(session_id.encode(), digest_size=4).digest()) / 2**32
 
-        def rank(replica: ReplicaConnection) -> tuple[bool, ...]:
+        def rank(replica: ReplicaConnection[Item, Answer]) -> tuple[bool, ...]:
             is_alike = self._numerics in ("", replica.description.numerics)
             return (
                 replica.name == preferred,
@@ -661,7 +671,7 @@ class SessionRoute(Generic[Item, Answer]):
             self._left[self._replica.name] = self._replica
             self._replica = self.awaited = None
 
-    def _enter(self, replica: ReplicaConnection | None) -> None:
+    def _enter(self, replica: ReplicaConnection[Item, Answer] | None) -> None:
         if replica is not None:
             session_id = self.context.session.session_id
             check(session_id not in replica.routes, f"session {session_id} has a route already")

@@ -7,7 +7,7 @@ from random import Random
 
 from coordinator.routing.absence import Absence
 from coordinator.routing.drafts import NO_LOOKUP, NO_NEXT_REQUEST, LookupRequest, NextRoundRequest
-from coordinator.routing.replica_pool import ReplicaPool, SessionContext, SessionRoute
+from coordinator.routing.replica_pool import SessionContext, SessionRoute, TargetPool
 from outrider.config.deployment import CoordinatorConfig
 from outrider.errors import (
     BadRequest,
@@ -50,7 +50,7 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
 
     def __init__(
         self,
-        pool: ReplicaPool,
+        pool: TargetPool,
         context: SessionContext,
         config: CoordinatorConfig,
         audits: bool = False,

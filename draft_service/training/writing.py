@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -25,6 +25,15 @@ _TURN = SamplingParams(temperature=1.0, min_p=0.03)
 _TURN_TOKENS_MAX = 512
 _ANSWER_TOKENS_MAX = 320
 _BEGINNING = 16  # tokens at the start of an answer that are hashed; see `WrittenCorpus.documents`
+
+
+class Record(TypedDict):
+    """A conversation, as its line of the file states it."""
+
+    index: int
+    prompt: list[int]
+    answer: list[int]
+    temperature: float
 
 
 class WrittenCorpus:
@@ -57,7 +66,7 @@ class WrittenCorpus:
         self._tokens, self._seconds = tokens, seconds
         self.spent = Stopwatch(directory)
         self._path = directory / "conversations.jsonl"
-        self._records: dict[int, dict[str, Any]] = {}
+        self._records: dict[int, Record] = {}
         # Counts of conversations before the first missing index, and of their answer tokens.
         self._num_first = self._first_tokens = 0
         if self._path.exists():
@@ -160,7 +169,7 @@ class WrittenCorpus:
         for conversation in running:
             engine.release(conversation.name)
 
-    def _keep(self, record: dict[str, Any]) -> None:
+    def _keep(self, record: Record) -> None:
         self._records[record["index"]] = record
         while (first := self._records.get(self._num_first)) is not None:
             self._first_tokens += len(first["answer"])
@@ -182,7 +191,7 @@ class _Conversation:
         self.answer: list[int] = []
         self.unseen: tuple[int, ...] = ()
         temperature = corpus.temperatures[index % len(corpus.temperatures)]
-        self.record = {
+        self.record: Record = {
             "index": index,
             "prompt": self.prompt,
             "answer": self.answer,

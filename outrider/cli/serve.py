@@ -411,6 +411,7 @@ async def ask_replica(
     """Asks a replica to describe itself. Calls targets and drafts with the coordinator's TLS
     certificate in the directory `internal`, or without TLS if `internal` is empty."""
     from outrider.transport.channel import PLAIN
+    from outrider.transport.codec import DRAFT, VERIFY
     from outrider.transport.grpc_link import GrpcLink
     from outrider.transport.tls import internal_trust
 
@@ -422,7 +423,7 @@ async def ask_replica(
                 key, trust = "", PLAIN
                 if internal:
                     trust = internal_trust(Path(internal), "coordinator", role)
-                link = GrpcLink(role, address, trust)
+                link = GrpcLink(VERIFY if role == "target" else DRAFT, address, trust)
                 stack.push_async_callback(link.close)
             connection = options.Connection(address, api_key=key, trust=trust)
             client = await stack.enter_async_context(connection.client())

@@ -28,8 +28,9 @@ from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
 from outrider.transport import request_codec as codec
-from outrider.transport.channel import PLAIN, Trust, open_channel
-from outrider.transport.codec import from_proto, session_id_from_wire
+from outrider.transport.channel import PLAIN, Trust, open_blocking_channel, open_channel
+from outrider.transport.codec import session_id_from_wire
+from outrider.transport.fields import from_proto
 from outrider.transport.status import status_to_error
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
@@ -170,13 +171,11 @@ _VISIBLE = re.compile("[!-~]+")
 class GrpcTransport(Transport):
     """A gRPC channel to HOST:PORT, for any number of calls at a time."""
 
-    blocking = False
-
     def __init__(self, address: str, trust: Trust = PLAIN, *, api_key: str = "") -> None:
         """Nothing is sent before the first call. Raises `BadRequest` for an invalid key."""
         self._address = address
         self._metadata = key_metadata(api_key)
-        self._channel = open_channel(address, trust, blocking=self.blocking)
+        self._channel = self._open(address, trust)
         self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._closed = False
@@ -212,6 +211,9 @@ class GrpcTransport(Transport):
     async def close(self) -> None:
         self._closed = True
         await self._channel.close(None)
+
+    def _open(self, address: str, trust: Trust) -> Any:
+        return open_channel(address, trust)
 
     async def _answer(self, call: Any) -> Any:
         return await call
@@ -256,7 +258,8 @@ class BlockingGrpcTransport(GrpcTransport):
     """A `GrpcTransport` over a blocking channel. Its coroutines never suspend, so they need no
     event loop. Threads may share the transport."""
 
-    blocking = True
+    def _open(self, address: str, trust: Trust) -> Any:
+        return open_blocking_channel(address, trust)
 
     async def _answer(self, call: Any) -> Any:
         return call

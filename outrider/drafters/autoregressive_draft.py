@@ -47,7 +47,7 @@ class AutoregressiveDraft:
         likely tokens of some draws are unknown."""
         self.error: OutriderError | None = None
         """The error that ended the draft before its first token."""
-        self.must_be_whole = False  # see `DraftItem.must_be_whole`
+        self.must_be_whole = False  # whether neither time nor a lack of pages may shorten it
         self.is_lost = False
         """Whether the draft lacks pages and must begin again (see `lose_pages`)."""
 

@@ -65,6 +65,7 @@ class PageCounts:
 
 class Engine(Protocol):
     """Runs one causal language model over many sequences, and keeps their keys and values.
+    `outrider/replica/engines.py` chooses one of the engines in `outrider/engine/`.
 
     A slot holds the keys and values of one token. A page is a fixed number of slots, and an engine
     has a fixed number of pages. A page that no sequence holds may stay cached until it is evicted.

@@ -5,11 +5,10 @@ Every message is idempotent: a repeated, late or reordered message costs only ti
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, TypeVar
 
-from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.drafters.features import Features
-from outrider.errors import BadRequest, OutriderError
+from outrider.errors import BadRequest
 from outrider.foundation.tokens import digest_after
 from outrider.foundation.values import value
 from outrider.grammar.constraint import Constraint
@@ -20,9 +19,6 @@ from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
-
-if TYPE_CHECKING:
-    from outrider.grammar.compiler import Grammar
 
 TOKEN_BYTES = 4
 
@@ -54,8 +50,6 @@ class RoundHead:
     """None = no constraint, or a constraint that this stream has already sent."""
     constraint_hash: bytes = b""
     """Empty = no constraint."""
-    compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
-    """The constraint's grammar, or the error of its compilation. Not sent: the replica sets it."""
 
     @property
     def committed_length(self) -> int:
@@ -170,8 +164,6 @@ class DraftItem:
     """Features that the draft may lack."""
     budget_us: int = field(default=0, compare=False)
     """Time limit for drafting, counted from the item's arrival; 0 = no limit."""
-    deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
-    """The end of `budget_us` on the draft's clock. Not sent."""
 
     @property
     def num_rows(self) -> int:
@@ -179,12 +171,6 @@ class DraftItem:
         return max(1, len(self.head.append))
 
     is_answered_in_bulk: ClassVar[bool] = False
-
-    @property
-    def must_be_whole(self) -> bool:
-        """Whether neither time nor a lack of pages may shorten the proposal. So it is in a session
-        with a repeated seed (docs/exactness.md). Such items have no look-ahead."""
-        return self.deadline is NO_DEADLINE and self.held is None and self.look_ahead == 0
 
     @property
     def gives_way(self) -> bool:
@@ -299,6 +285,8 @@ RoundItem = VerifyItem | DraftItem
 VerifyAnswer = VerdictReply | Resync | Refused
 DraftAnswer = ProposalReply | Resync | Refused
 RoundAnswer = VerifyAnswer | DraftAnswer
+Item = TypeVar("Item", bound=RoundItem)
+Answer = TypeVar("Answer", bound=RoundAnswer)
 
 
 @dataclass(frozen=True, slots=True)

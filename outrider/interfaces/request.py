@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from annotated_types import Interval, MaxLen
 
@@ -29,7 +29,7 @@ class ChatMessage:
 
     role: str
     content: str
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, object] = field(default_factory=dict)
     """Further fields for the chat template, such as `tool_calls`. Not sent by gRPC."""
 
 
@@ -78,8 +78,8 @@ class GenerateRequest:
     names: FieldNames = field(default_factory=FieldNames, compare=False)
     prompt_logprobs: Logprobs | None = None
     """Like `logprobs`, but for the prompt. If this field is set, `max_tokens` may be 0."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, object]] = ()
+    template_variables: Mapping[str, object] = field(default_factory=dict)
     """Variables for the chat template, in addition to messages and tools."""
     shown_tokens: tuple[str, ...] = ()
     """Special tokens to keep in the text, such as marks of tool calls. Others are omitted."""

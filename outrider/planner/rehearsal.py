@@ -17,8 +17,9 @@ from outrider.errors import Unavailable
 from outrider.interfaces.request import RoundReport
 from outrider.interfaces.step_costs import StepCosts
 from outrider.limits import SEED_MAX
+from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import GrpcLink
-from outrider.transport.link import Link
+from outrider.transport.link import DraftLink, TargetLink
 
 from .choosing import TemperaturePlan, choose
 from .rounds import Line, Script, ServiceTimes, fitted
@@ -82,9 +83,9 @@ async def rehearsed_plans(
 
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:
-    links: list[Link] = [GrpcLink("target", replicas.target_address)]
+    links: list[TargetLink | DraftLink] = [GrpcLink(VERIFY, replicas.target_address)]
     if replicas.draft_address:
-        links.append(GrpcLink("draft", replicas.draft_address))
+        links.append(GrpcLink(DRAFT, replicas.draft_address))
     try:
         costs = [(await link.describe(DESCRIBE_TIMEOUT_S)).step_costs for link in links]
     finally:

@@ -18,18 +18,19 @@ In time every session becomes the oldest of its tenant."""
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline, DraftRequest
+from outrider.drafters.features import Features
 from outrider.errors import EngineLost, Incompatible, InvariantError, OutriderError
-from outrider.grammar.compiler import Grammars
+from outrider.grammar.compiler import Grammar, Grammars
 from outrider.grammar.matcher import Matchers
 from outrider.grammar.token_mask import AllowedTokens
 from outrider.interfaces.engine import Engine, SequenceStep
-from outrider.interfaces.messages import Resync, RoundHead
+from outrider.interfaces.messages import DraftItem, Item, Resync, RoundHead, VerifyItem
 from outrider.kv_cache.session_table import Aligned, SessionTable
 from outrider.replica.step_loop import Prepared, Worker
-from outrider.replica.step_request import Item, StepAnswer, StepFigures, Unfinished, refusal
+from outrider.replica.step_request import StepAnswer, StepFigures, Unfinished, refusal
 from outrider.replica.step_watch import ExpectedStep
 from outrider.replica.token_budget import TokenBudget, TokenDemand
 from outrider.speculation.logits_processing import allowed_by_min_tokens
@@ -78,8 +79,9 @@ class Work(ABC, Generic[Item]):
     is_validated = False
     sampling: SamplingParams
 
-    def __init__(self, item: Item) -> None:
-        self.item = item
+    def __init__(self, item: Item, grammar: Grammar | OutriderError | None = None) -> None:
+        """`grammar`: see `StepRequest`."""
+        self.item, self.grammar = item, grammar
 
     @property
     def head(self) -> RoundHead:
@@ -98,7 +100,7 @@ class Work(ABC, Generic[Item]):
         """The slots that the item needs."""
 
 
-W = TypeVar("W", bound=Work[Any])
+W = TypeVar("W", bound=Work[VerifyItem] | Work[DraftItem])
 Found = TypeVar("Found")
 
 
@@ -275,18 +277,19 @@ class Admission:
         except OutriderError as error:
             work.answer = refusal(work.head.key, error)
 
-    def allowed(self, head: RoundHead, aligned: Aligned) -> AllowedTokens | None:
+    def allowed(self, work: W, aligned: Aligned) -> AllowedTokens | None:
         """Returns the tokens that may follow the committed tokens; None = all tokens. Raises
         `Incompatible` for a constraint that this replica cannot apply."""
+        head = work.head
         if head.constraint is None:
             num_tokens, info = head.committed_length - head.prompt_length, self._engine.info
             return allowed_by_min_tokens(
                 head.params(), num_tokens, info.eos_token_ids, info.vocab_size
             )
-        if self._matchers is None or head.compiled is None:
+        if self._matchers is None or work.grammar is None:
             raise Incompatible(f"{head.constraint.kind}: this target has no tokenizer")
         completion = aligned.committed[head.prompt_length :]
-        return self._matchers.allowed_tokens(head.session_id, head.compiled, completion)
+        return self._matchers.allowed_tokens(head.session_id, work.grammar, completion)
 
     def passes(
         self,
@@ -397,18 +400,26 @@ def draft_request(
     token_ids: Sequence[int],
     length: int,
     digest: int,
-    **fields: Any,
+    *,
+    num_draft_tokens: int,
+    allowed: AllowedTokens | None,
+    deadline: DraftDeadline = NO_DEADLINE,
+    features: Features | None = None,
+    name: str = "",
 ) -> DraftRequest:
     """Returns a request for a proposal after the first `length` tokens of a session, which have
-    this `digest`. `token_ids` are the tokens that the drafter needs. `fields` adds or replaces
-    fields of the request."""
-    known: dict[str, Any] = {
-        "session_id": head.session_id,
-        "tenant": head.tenant,
-        "token_ids": token_ids,
-        "prompt_length": head.prompt_length,
-        "sampling": sampling,
-        "rule": head.rule,
-        "noise": RoundNoise(head.seed, head.rule, length, digest),
-    }
-    return DraftRequest(**known | fields)
+    this `digest`. `token_ids` are the tokens that the drafter needs. `name` is that of the engine's
+    sequence; empty = the session's id. See `DraftRequest` for the others."""
+    return DraftRequest(
+        session_id=name or head.session_id,
+        tenant=head.tenant,
+        token_ids=token_ids,
+        prompt_length=head.prompt_length,
+        num_draft_tokens=num_draft_tokens,
+        sampling=sampling,
+        rule=head.rule,
+        noise=RoundNoise(head.seed, head.rule, length, digest),
+        features=features,
+        allowed=allowed,
+        deadline=deadline,
+    )

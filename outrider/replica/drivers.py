@@ -15,8 +15,8 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from outrider.errors import EngineLost
+from outrider.interfaces.messages import Item
 from outrider.replica.step_loop import Message, Outcome, Prepared, Step, StepLoop
-from outrider.replica.step_request import Item
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class ThreadDriver:
     ) -> Callable[[Message[Item]], None]:
         """Begins to run steps. Returns the function that sends them a message. Calls `hear` on the
         event loop with what comes of them, and at the end `ended`, with the error that ended them,
-        if any. Must be called once, on the event loop."""
+        if any (`SteppedService._hear`, `_steps_ended`). Must be called once, on the event loop."""
         loop = asyncio.get_running_loop()
         inbox = SimpleQueue[Message[Item] | None]()
         outcomes = deque[Outcome[Item]]()

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from outrider.config.deployment import AUTO_ENGINE, VLLM, DraftConfig, ReplicaConfig, TargetConfig
 from outrider.drafters.names import MTP
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outrider.models.draft_head import LoadedDraftHead
     from outrider.models.drafter_check import DraftCheck
     from outrider.models.eagle3 import LoadedEagle3
+    from outrider.models.loading import LoadOptions
     from outrider.models.sharding import Ranks
 from outrider.replica.vllm_release import check_vllm
 
@@ -209,8 +210,8 @@ def _load(
     return load_shard(path, ranks, key=key, **options)
 
 
-def load_options(config: ReplicaConfig, num_threads: int | None = None) -> dict[str, Any]:
-    """Returns the `LoadOptions` of a replica's model."""
+def load_options(config: ReplicaConfig, num_threads: int | None = None) -> LoadOptions:
+    """Returns how a replica's model is loaded."""
     return {
         "name": config.model,
         "dtype": config.dtype,
@@ -253,8 +254,8 @@ def _draft_layer(
     if ranks is not None and ranks.rank:
         return None
     path, name, reads_output = Path(config.head_directory), config.model, module is None
-    target: Any = module
     with blaming("draft_model"):
+        target = module
         if module is None or ranks is not None:
             options = load_options(config)
             target = target_ends(Path(config.directory), drafter=config.head, **options)
@@ -282,7 +283,7 @@ def build_head(config: DraftConfig) -> tuple[LoadedEagle3, ModelInfo, int]:
 
     path, target = Path(config.directory), Path(config.target_directory)
     options = load_options(config)
-    ends = target_ends(target, drafter=config.model, **{**options, "name": config.target})
+    ends = target_ends(target, drafter=config.model, **(options | {"name": config.target}))
     head = load_eagle3(path, ends, name=config.model, target_name=config.target)
     described = describe(empty_model(target, **options), target, **options)
     features = _features_of(described, path)
@@ -300,7 +301,7 @@ def _features_of(target: ModelInfo, head: Path) -> str:
     return f"{target.weights_fingerprint}/{tensors_fingerprint(head)}"
 
 
-def try_device_kernels(engine: Engine | None, head: Any) -> None:
+def try_device_kernels(engine: Engine | None, head: LoadedDraftHead | None) -> None:
     """On a CUDA device, compiles the kernels of verdicts and draws before the first session needs
     them. Kernels that cannot be compiled are not used. `engine` or `head` may be None."""
     import torch

@@ -11,7 +11,7 @@ import socket
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from outrider.config.deployment import DraftConfig, ReplicaConfig
 from outrider.foundation.garbage import skip_what_exists
@@ -25,18 +25,23 @@ from outrider.transport import addresses
 if TYPE_CHECKING:
     from outrider.engine.tensor_parallel.rank_rpc import Rendezvous
     from outrider.interfaces.engine import Engine
-    from outrider.interfaces.messages import DraftItem, VerifyItem
+    from outrider.interfaces.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
     from outrider.interfaces.step_costs import StepCosts
     from outrider.registry.redis_registry import Lease
     from outrider.replica.drivers import ThreadDriver
     from outrider.replica.service import SteppedService
     from outrider.transport.server import RpcServer
+    from outrider.transport.stream_server import ReplicaServicer
 
-    Service = SteppedService[VerifyItem] | SteppedService[DraftItem]
+    ServicerOfTarget = ReplicaServicer[VerifyItem, VerifyAnswer]
+    ServicerOfDraft = ReplicaServicer[DraftItem, DraftAnswer]
+
+Config = TypeVar("Config", bound=ReplicaConfig)
+Service = TypeVar("Service", bound="SteppedService[VerifyItem] | SteppedService[DraftItem]")
 
 
-class ReplicaHost(ray_actor.RayActor):
-    """Base class of the actors. A subclass overrides `build`."""
+class ReplicaHost(ray_actor.RayActor, Generic[Config, Service]):
+    """Base class of `TargetActor` and `DraftActor`, which override `build` and `servicer`."""
 
     def __init__(self) -> None:
         self._service: Service | None = None
@@ -58,7 +63,7 @@ class ReplicaHost(ray_actor.RayActor):
         self._open.callback(self.leadership.close)
         return self.leadership.rendezvous
 
-    async def start(self, config: ReplicaConfig, log_directory: str) -> str:
+    async def start(self, config: Config, log_directory: str) -> str:
         """Loads the model or head, and serves. Returns the address that coordinators call. Raises
         `ConfigError`."""
         role = config.role
@@ -86,7 +91,7 @@ class ReplicaHost(ray_actor.RayActor):
         skip_what_exists()
         return address
 
-    def _build(self, engine: Engine | None, config: ReplicaConfig) -> Service:
+    def _build(self, engine: Engine | None, config: Config) -> Service:
         from outrider.interfaces.engine import take_stated_seconds
         from outrider.kernels.threads import start_workers
         from outrider.models.loading import resolve_device, use_device
@@ -111,9 +116,13 @@ class ReplicaHost(ray_actor.RayActor):
         return self.build(config, driver, engine, costs)
 
     def build(
-        self, config: Any, driver: ThreadDriver, engine: Any, costs: StepCosts | None
+        self, config: Config, driver: ThreadDriver, engine: Engine | None, costs: StepCosts | None
     ) -> Service:
-        """Builds the service. Blocks. `engine` is None for a replica with a head and no model."""
+        """Builds the service. Blocks. `engine` is None for a draft with a head and no model."""
+        raise NotImplementedError
+
+    def servicer(self, service: Service) -> ServicerOfTarget | ServicerOfDraft:
+        """Returns what answers gRPC calls of the service."""
         raise NotImplementedError
 
     async def engagement(self) -> Engagement:
@@ -141,13 +150,11 @@ class ReplicaHost(ray_actor.RayActor):
             self._stopping = asyncio.create_task(self._open.aclose())
         await asyncio.shield(self._stopping)
 
-    async def serve(self, service: Service, config: ReplicaConfig) -> str:
+    async def serve(self, service: Service, config: Config) -> str:
         """Serves `service` and announces it. Returns the address that coordinators call. Raises
         `ConfigError` if the server cannot listen, and `StoreUnavailable` if the registry does not
         answer."""
-        from outrider.transport.codec import CODECS
         from outrider.transport.server import RpcServer, ServerOptions
-        from outrider.transport.stream_server import ReplicaServicer
 
         options = ServerOptions(config.host, config.port)
         if config.internal_tls_dir:
@@ -159,7 +166,7 @@ class ReplicaHost(ray_actor.RayActor):
             guard = role_guard("coordinator")
             options = replace(options, reflection=False, guard=guard, credentials=credentials)
         self._service = service
-        servicer = ReplicaServicer(service, CODECS[config.role])
+        servicer = self.servicer(service)
         self._server = server = RpcServer([servicer.grpc_service], options)
         self._open.push_async_callback(service.close)
         self._open.push_async_callback(lambda: server.stop(self._grace_s))

@@ -23,10 +23,17 @@ from outrider import limits
 from outrider.errors import EngineLost, OutriderError, Overloaded, StaleEpoch, Unavailable
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.decayed_average import DecayedSums
-from outrider.grammar.compiler import Grammar, Grammars
+from outrider.grammar.compiler import Grammars
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo
-from outrider.interfaces.messages import Prefix, Refused, ReplicaDescription, RoundAnswer, RoundHead
+from outrider.interfaces.messages import (
+    Item,
+    Prefix,
+    Refused,
+    ReplicaDescription,
+    RoundAnswer,
+    RoundHead,
+)
 from outrider.interfaces.step_costs import StepCosts
 from outrider.registry.registry import WINDOW_S, Figures
 from outrider.replica.drivers import StepDriver
@@ -44,7 +51,6 @@ from outrider.replica.step_loop import (
 from outrider.replica.step_request import (
     CANCELLED_CODE,
     AnswerSender,
-    Item,
     StepFigures,
     StepRequest,
     refusal,
@@ -58,7 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SteppedService(ReplicaService, Generic[Item]):
+class SteppedService(ReplicaService[Item], Generic[Item]):
     """Serves any number of connections with one `StepLoop`, which runs items in batches of distinct
     sessions. If a step has several answers for a connection, sends them in one call. All methods
     must be called on the event loop's thread.
@@ -78,7 +84,9 @@ class SteppedService(ReplicaService, Generic[Item]):
         self._driver, self._description, self._grammars = driver, description, grammars
         self._begin = partial(driver.start, steps, self._hear, self._steps_ended)
         self._queue, self._worker = steps.queue, steps.worker
-        self._send: Callable[[Message[Item]], None] | None = None  # None before the first message
+        self._send: Callable[[Message[Item]], None] | None = None
+        """What `driver.start` has returned. Lets the thread of the steps call `StepLoop.receive`.
+        None before the first message."""
         self._num_sent = 0
         self._observer: ObservedSteps | None = None
         self.num_items = 0
@@ -109,7 +117,7 @@ class SteppedService(ReplicaService, Generic[Item]):
         self._idle, self._ended = asyncio.Event(), asyncio.Event()
         self._idle.set()
 
-    def connect(self, send: Callable[[Sequence[RoundAnswer]], None]) -> Connection:
+    def connect(self, send: Callable[[Sequence[RoundAnswer]], None]) -> Connection[Item]:
         return _Connection(self, send)
 
     @property
@@ -155,14 +163,14 @@ class SteppedService(ReplicaService, Generic[Item]):
             return
         self.sessions[work.session_id] = (sender, work.arrived_at)
         grammars, head = self._grammars, item.head
-        if head.constraint is None or grammars is None:
-            self.submit(work)
-        elif (compiled := grammars.find(head.constraint_hash, head.tenant)) is not None:
-            self.submit(work.compiled(compiled))
-        else:
-            task = asyncio.create_task(self._compile(grammars, head.constraint, work))
-            self._compiling.add(task)
-            task.add_done_callback(self._compiling.discard)
+        if head.constraint is not None and grammars is not None:
+            work.grammar = grammars.find(head.constraint_hash, head.tenant)
+            if work.grammar is None:
+                task = asyncio.create_task(self._compile(grammars, head.constraint, work))
+                self._compiling.add(task)
+                task.add_done_callback(self._compiling.discard)
+                return
+        self.submit(work)
 
     def _work(self, item: Item, sender: AnswerSender) -> StepRequest[Item]:
         now, left_ms = _now(), item.head.deadline_ms
@@ -183,21 +191,20 @@ class SteppedService(ReplicaService, Generic[Item]):
     ) -> None:
         """Submits a request after its constraint is compiled, unless its round is over by then. If
         the constraint is invalid, the request has the error in place of the grammar."""
-        compiled: Grammar | OutriderError
         try:
-            compiled = await grammars.prepare(constraint, work.item.head.tenant)
+            work.grammar = await grammars.prepare(constraint, work.item.head.tenant)
         except Overloaded as error:
             self._refuse(work, error)
             return
         except OutriderError as error:
             logger.info("a constraint cannot be used: %s", error)
-            compiled = error
+            work.grammar = error
         except Exception:
             logger.exception("a constraint could not be compiled")
             self._refuse(work, OutriderError("the constraint could not be compiled"))
             return
         if not self._is_stale(work):
-            self.submit(work.compiled(compiled))
+            self.submit(work)
 
     def submit(self, work: StepRequest[Item]) -> None:
         """Opens a request. Refuses it if too many requests wait, if a step is late, or if no more

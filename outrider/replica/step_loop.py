@@ -31,10 +31,16 @@ from outrider.errors import DeadlineExceeded, EngineLost, OutriderError, check
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.logs import about
 from outrider.foundation.values import completed
-from outrider.interfaces.messages import Prefix, ProposalReply, Refused, RoundAnswer, VerdictReply
+from outrider.interfaces.messages import (
+    Item,
+    Prefix,
+    ProposalReply,
+    Refused,
+    RoundAnswer,
+    VerdictReply,
+)
 from outrider.replica.batching_delay import BatchingDelay
 from outrider.replica.step_request import (
-    Item,
     RequestQueue,
     StepAnswer,
     StepFigures,
@@ -53,12 +59,13 @@ later. By then, pages of expired or silent sessions may be free."""
 
 
 class Worker(ABC, Generic[Item, Prepared]):
-    """Runs the steps of one engine."""
+    """Runs the steps of one engine: the `Verifier` of a target (`target_service/verifier.py`), or
+    the `Proposer` of a draft (`draft_service/service.py`)."""
 
     figures: StepFigures
 
     @abstractmethod
-    def prepare(self, items: Sequence[Item]) -> Sequence[Prepared]:
+    def prepare(self, requests: Sequence[StepRequest[Item]]) -> Sequence[Prepared]:
         """Admits the items of a step, or answers them. The items are of distinct sessions, and in
         order of arrival."""
 
@@ -142,7 +149,7 @@ class Step(Generic[Item, Prepared]):
         self.started_at, self.num_received = started_at, num_received
         self.works: Sequence[StepRequest[Item]] = ()
         self.prepared: Sequence[Prepared] = ()
-        self.results: Callable[[], Sequence[StepAnswer]] = tuple
+        self.results: Callable[[], Sequence[StepAnswer]] = tuple  # what `Worker.launch` returned
         self.answers: Sequence[StepAnswer] = ()
         self.failure: Exception | None = None
 
@@ -170,7 +177,8 @@ class Outcome(Generic[Item]):
 
 
 class Continuation(Generic[Item]):
-    """What a role makes of a session's requests. This base class only queues them."""
+    """What a role makes of a session's requests. This base class only queues them, for drafts.
+    Targets have `RunAheads` (`target_service/run_ahead.py`)."""
 
     def arrived(self, work: StepRequest[Item], steps: StepLoop[Item, Prepared]) -> None:
         """Takes a request from a coordinator. Must call `enqueue` or `end` of `steps` with it."""
@@ -303,7 +311,7 @@ class StepLoop(Generic[Item, Prepared]):
             if leaving:
                 self.worker.leave(leaving)
             if step.works:
-                step.prepared = self.worker.prepare([work.item for work in step.works])
+                step.prepared = self.worker.prepare(step.works)
         except Exception as error:  # noqa: BLE001 - `postprocess` handles it
             step.failure = error
         return step

@@ -6,14 +6,14 @@ import asyncio
 from bisect import insort_left, insort_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.errors import DeadlineExceeded, OutriderError
 from outrider.foundation.fair_turns import round_robin
-from outrider.interfaces.messages import Refused, ReplyKey, RoundAnswer, RoundItem
+from outrider.interfaces.messages import Item, Refused, ReplyKey, RoundAnswer
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from outrider.interfaces.engine import PageCounts
 
 
-Item = TypeVar("Item", bound=RoundItem)
 CANCELLED_CODE = 1  # google.rpc.Code for work that is no longer needed
 
 
@@ -62,6 +61,8 @@ class AnswerSender:
     """Sends the answers of one connection. Must be used on the event loop's thread."""
 
     def __init__(self, send: Callable[[Sequence[RoundAnswer]], None]) -> None:
+        """`send` is the parameter of `ReplicaService.connect`. With gRPC, it is `_Stream.answer`
+        (`outrider/transport/stream_server.py`)."""
         self._send = send
         self._held: list[RoundAnswer] = []
         self._timer: TimerHandle | None = None
@@ -100,12 +101,19 @@ class StepRequest(Generic[Item]):
     runs_alone: bool = False  # whether an earlier step with this item crashed
     answered: bool = False  # whether no caller waits for the item's later answers
     timer: TimerHandle | None = None  # cancelled when the request ends
+    draft_deadline: DraftDeadline = NO_DEADLINE  # the end of `DraftItem.budget_us` on our clock
 
     def __init__(
-        self, item: Item, sender: AnswerSender, arrived_at: float, expires_at: float
+        self,
+        item: Item,
+        sender: AnswerSender,
+        arrived_at: float,
+        expires_at: float,
+        grammar: Grammar | OutriderError | None = None,
     ) -> None:
-        """Times are on the event loop's clock. No caller needs the answer after `expires_at`."""
-        self.item, self.sender = item, sender
+        """Times are on the event loop's clock. No caller needs the answer after `expires_at`.
+        `grammar` is the item's compiled constraint, or the error of its compilation."""
+        self.item, self.sender, self.grammar = item, sender, grammar
         self.session_id = item.head.session_id
         self.arrived_at, self.expires_at = arrived_at, expires_at
 
@@ -122,11 +130,6 @@ class StepRequest(Generic[Item]):
         self.answered = self.answered or self.item.gives_way
         self.unfinished = answer if isinstance(answer, Unfinished) else None
         return () if isinstance(answer, Unfinished) else (answer,)
-
-    def compiled(self, grammar: Grammar | OutriderError) -> StepRequest[Item]:
-        """Adds a compiled constraint, or the error of its compilation. Returns this request."""
-        self.item = replace(self.item, head=replace(self.item.head, compiled=grammar))
-        return self
 
 
 def refusal(key: ReplyKey, error: OutriderError) -> Refused:

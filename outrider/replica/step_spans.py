@@ -9,8 +9,8 @@ from operator import attrgetter
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import SpanKind, Tracer
 
-from outrider.interfaces.messages import ProposalReply, Refused, Resync, RoundAnswer
-from outrider.replica.step_request import Item, StepFigures, StepRequest, Unfinished
+from outrider.interfaces.messages import Item, ProposalReply, Refused, Resync, RoundAnswer
+from outrider.replica.step_request import StepFigures, StepRequest, Unfinished
 from outrider.telemetry.metrics import PREFIX, ObservedCounter, times, watch
 from outrider.telemetry.setup import read_sampled
 

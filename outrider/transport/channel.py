@@ -1,7 +1,6 @@
 """Opens gRPC channels. Sets options of channels and servers (message sizes, keepalive, ...)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
@@ -80,18 +79,28 @@ class Trust:
 PLAIN = Trust()
 
 
-def open_channel(
-    address: str, trust: Trust = PLAIN, *, blocking: bool = False, is_link: bool = False
-) -> Any:
-    """Returns a channel for asyncio or for `blocking` calls. The first call connects to the
-    server. A link notices sooner that the server hangs."""
+def open_channel(address: str, trust: Trust = PLAIN, *, is_link: bool = False) -> grpc.aio.Channel:
+    """Returns a channel for asyncio. The first call connects to the server. A link notices sooner
+    that the server hangs."""
+    options = _channel_options(trust, is_link=is_link)
+    if trust.credentials is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, trust.credentials, options)
+
+
+def open_blocking_channel(address: str, trust: Trust = PLAIN) -> grpc.Channel:
+    """Like `open_channel`, but for blocking calls."""
+    options = _channel_options(trust)
+    if trust.credentials is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, trust.credentials, options)
+
+
+def _channel_options(trust: Trust, *, is_link: bool = False) -> list[tuple[str, int | str]]:
     times_ms = limits.KEEPALIVE_MS, limits.KEEPALIVE_TIMEOUT_MS
     if is_link:
         times_ms = limits.LINK_KEEPALIVE_MS, limits.LINK_KEEPALIVE_TIMEOUT_MS
     options: list[tuple[str, int | str]] = [*_CHANNEL, *_keepalive(*times_ms)]
     if trust.server_name:
         options.append(("grpc.ssl_target_name_override", trust.server_name))
-    kind: Any = grpc if blocking else grpc.aio
-    if trust.credentials is None:
-        return kind.insecure_channel(address, options=options)
-    return kind.secure_channel(address, trust.credentials, options=options)
+    return options

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from random import random
-from typing import Any
+from typing import Generic
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -21,10 +21,10 @@ from google.protobuf.message import DecodeError
 from outrider import limits
 from outrider.errors import BadRequest, LinkLost, Overloaded, Unavailable, check
 from outrider.foundation.backoff import backoff
-from outrider.interfaces.messages import Prefix, ReplicaDescription, Resync, RoundItem
-from outrider.registry.registry import Role
+from outrider.interfaces.messages import Answer, Item, Prefix, ReplicaDescription, Resync
 from outrider.transport.channel import PLAIN, Trust, open_channel
-from outrider.transport.codec import CODECS, Codec, from_proto
+from outrider.transport.codec import Codec
+from outrider.transport.fields import from_proto
 from outrider.transport.link import Link
 from outrider.transport.status import status_to_error
 from outrider.transport.stream_server import SendQueue
@@ -40,22 +40,23 @@ _ITEM_BYTES_MAX = (
 the item's frame for the bulk stream is larger if it must have the parameters in full."""
 
 
-class GrpcLink(Link):
+class GrpcLink(Link[Item, Answer]):
     """After a stream breaks, `send` raises `LinkLost` for a time. The first `send` after that time
     opens a new stream. With each failed attempt, the time doubles, from `LINK_BACKOFF_MS_MIN` up to
     `LINK_BACKOFF_MS_MAX`."""
 
-    def __init__(self, role: Role, address: str, trust: Trust = PLAIN) -> None:
-        """Opens a link to the target or draft at host:port. Must be called on the link's event
-        loop."""
+    def __init__(self, codec: Codec[Item, Answer], address: str, trust: Trust = PLAIN) -> None:
+        """Opens a link to the target (`codec.VERIFY`) or draft (`codec.DRAFT`) at host:port. Must
+        be called on the link's event loop."""
         super().__init__()
         self._channel = open_channel(address, trust, is_link=True)
-        self._codec = codec = CODECS[role]
+        self._codec = codec
         self._address = address
-        self._open_call = self._channel.stream_stream(codec.path(codec.stream_method))
-        self._describe = self._channel.unary_unary(codec.path("Describe"))
-        self._release = self._channel.unary_unary(codec.path("Release"))
-        self._streams: dict[str, _Stream] = {}  # open streams by name: "normal" and "bulk"
+        self._open_call = self._channel.stream_stream(codec.path(codec.stream_method), None, None)
+        self._describe = self._channel.unary_unary(codec.path("Describe"), None, None)
+        self._release = self._channel.unary_unary(codec.path("Release"), None, None)
+        self._streams: dict[str, _Stream[Item, Answer]] = {}
+        """The open streams by name: "normal" and "bulk"."""
         self._failures = 0
         self._down_until = 0.0
         self._background: set[asyncio.Task[None]] = set()
@@ -64,10 +65,10 @@ class GrpcLink(Link):
         )
         self._num_releasing = 0
 
-    def send(self, item: Any) -> None:
+    def send(self, item: Item) -> None:
         """See `Link.send`. Also raises `BadRequest` if the item is too large for a message, or has
         a value that no message can hold."""
-        check(self._on_answer is not None, "listen before the first send")
+        check(self._has_listener, "listen before the first send")
         if self._closed:
             raise LinkLost(f"the link to {self._address} is closed")
         missing_s = self._down_until - asyncio.get_running_loop().time()
@@ -122,7 +123,7 @@ class GrpcLink(Link):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._channel.close(None)
 
-    def _stream(self, name: str) -> _Stream:
+    def _stream(self, name: str) -> _Stream[Item, Answer]:
         stream = self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = _Stream(self, self._codec, self._open_call)
@@ -138,7 +139,7 @@ class GrpcLink(Link):
             stream.stop()
         self._streams.clear()
 
-    def _spawn(self, work: Any, name: str | None = None) -> None:
+    def _spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -161,13 +162,13 @@ class GrpcLink(Link):
             # A lost release does no harm, because the replica evicts unused sessions.
             logger.debug("release of %s at %s: %s", session_id, self._address, error.details())
 
-    def heard(self, answer: Any) -> None:
+    def heard(self, answer: Answer) -> None:
         self._failures = 0
         if isinstance(answer, Resync):
             self._forget(answer.key.session_id)
         self._on_answer(answer)
 
-    def lost(self, stream: _Stream, reason: str) -> None:
+    def lost(self, stream: _Stream[Item, Answer], reason: str) -> None:
         """Stops both streams after `stream` broke, and tells the listener once."""
         if self._closed or stream not in self._streams.values():
             return
@@ -182,10 +183,15 @@ class GrpcLink(Link):
         self._on_lost(error)
 
 
-class _Stream:
+class _Stream(Generic[Item, Answer]):
     """One bidirectional call. Queued items are joined into one frame when they are sent."""
 
-    def __init__(self, link: GrpcLink, codec: Codec, open_call: Any) -> None:
+    def __init__(
+        self,
+        link: GrpcLink[Item, Answer],
+        codec: Codec[Item, Answer],
+        open_call: grpc.aio.StreamStreamMultiCallable[bytes, bytes],
+    ) -> None:
         self._link = link
         self._codec = codec
         self._call = open_call(self._frames())
@@ -194,11 +200,11 @@ class _Stream:
         """By session, the hashes of the parameters and constraint that were sent in full."""
         self._stopped = False
 
-    def encode(self, item: RoundItem) -> bytes:
+    def encode(self, item: Item) -> bytes:
         head = item.head
         return self._codec.item_frame(item, self._sent.get(head.session_id) == head.given_hashes)
 
-    def put(self, item: RoundItem, frame: bytes) -> None:
+    def put(self, item: Item, frame: bytes) -> None:
         if not self._outbox.put(frame):
             raise Overloaded(f"{limits.STREAM_QUEUE_ITEMS_MAX} items wait on this stream")
         if item.head.sampling is not None:
@@ -238,10 +244,10 @@ class _Stream:
         try:
             async for data in self._call:
                 self._link.num_bytes["received"] += len(data)
-                for message in self._codec.reply.FromString(data).items:
+                for answer in self._codec.answers(data):
                     if self._stopped:
                         break
-                    self._link.heard(self._codec.answer_from_proto(message))
+                    self._link.heard(answer)
         except grpc.aio.AioRpcError as error:
             return status_to_error(error).message
         except DecodeError:

@@ -1,7 +1,8 @@
 """Converts between the coordinator's protobuf messages and `outrider.interfaces.request`."""
 
 from collections.abc import Sized
-from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from outrider.errors import BadRequest, InvariantError
 from outrider.grammar.constraint import Constraint, ConstraintKind
@@ -12,6 +13,7 @@ from outrider.interfaces.request import (
     GenerateRequest,
     Metrics,
     Prompt,
+    PromptTokens,
     ResumeRequest,
     RoundReport,
     Started,
@@ -28,40 +30,17 @@ from outrider.limits import (
 )
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin
-from outrider.transport.codec import (
-    VALUES,
-    fields_to_proto,
-    from_proto,
-    session_id_from_wire,
-    to_proto,
-)
+from outrider.transport.codec import session_id_from_wire
+from outrider.transport.fields import ENUMS, VALUES, Value, fields_to_proto, from_proto, to_proto
 from outrider.v1 import coordinator_pb2 as pb
 
-T = TypeVar("T")
-
-VALUES.update(
-    {
-        "Origin": Origin,
-        "FinishReason": FinishReason,
-        "ChatMessage": ChatMessage,
-        "Usage": Usage,
-        "GenerationMetrics": Metrics,
-    }
-)
-_EVENTS: dict[str, Any] = {
-    "started": Started,
-    "tokens": Tokens,
-    "round": RoundReport,
-    "finished": Finished,
-}
-_EVENT_FIELDS = {
-    kind: (name, type(getattr(pb.GenerateEvent(), name))) for name, kind in _EVENTS.items()
-}
+ENUMS |= {"Origin": Origin, "FinishReason": FinishReason}
+VALUES |= {"ChatMessage": ChatMessage, "Usage": Usage, "GenerationMetrics": Metrics}
 
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     """A field that is None stays unset. Raises `BadRequest` for a value that gRPC cannot carry."""
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     if request.prompt_logprobs is not None:
         raise BadRequest("prompt_logprobs", "is available only by HTTP (`echo` of completions)")
     match request.constraint:
@@ -151,25 +130,39 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
 
 def event_to_proto(event: Event) -> pb.GenerateEvent:
     """Converts any event but `PromptTokens`, which only HTTP requests ask for."""
-    name, kind = _EVENT_FIELDS[type(event)]
-    fields: dict[str, Any] = {name: fields_to_proto(event, kind)}
-    return pb.GenerateEvent(**fields)
+    match event:
+        case Started():
+            return pb.GenerateEvent(started=fields_to_proto(event, pb.Started))
+        case Tokens():
+            return pb.GenerateEvent(tokens=fields_to_proto(event, pb.Tokens))
+        case RoundReport():
+            return pb.GenerateEvent(round=fields_to_proto(event, pb.Round))
+        case Finished():
+            return pb.GenerateEvent(finished=fields_to_proto(event, pb.Finished))
+        case PromptTokens():
+            raise InvariantError("the prompt's tokens are sent only by HTTP")
 
 
 def event_from_proto(message: pb.GenerateEvent) -> Event | None:
     """Returns None for an unknown kind of event. Raises `InvariantError` for an invalid event."""
-    name = message.WhichOneof("event")
-    if name is None:
-        return None
-    event: Event = from_coordinator(getattr(message, name), _EVENTS[name], name)
-    return event
+    match message.WhichOneof("event"):
+        case "started" as name:
+            return from_coordinator(message.started, Started, name)
+        case "tokens" as name:
+            return from_coordinator(message.tokens, Tokens, name)
+        case "round" as name:
+            return from_coordinator(message.round, RoundReport, name)
+        case "finished" as name:
+            return from_coordinator(message.finished, Finished, name)
+        case _:
+            return None
 
 
-def from_coordinator(message: Any, kind: type[T], path: str = "", **others: Any) -> T:
+def from_coordinator(message: Message, kind: type[Value], path: str = "") -> Value:
     """Calls `from_proto`. Raises `InvariantError` in place of `BadRequest`, because the fault is
     the coordinator's."""
     try:
-        return from_proto(message, kind, path, **others)
+        return from_proto(message, kind, path)
     except BadRequest as error:
         raise InvariantError(
             f"the coordinator sent a message that this client cannot read: {error}"

@@ -2,30 +2,30 @@
 conversion of errors. This module decodes messages itself, so a malformed message ends its call with
 INVALID_ARGUMENT. With gRPC's own decoding, the status would be INTERNAL.
 
-A servicer is any object with a method for each rpc, in snake case (`GetSession` -> `get_session`):
+A `Service` maps the name of each rpc to the method that answers it:
 
-    unary -> unary      async def describe(self, request, context) -> Reply
-    unary -> stream     def generate(self, request, context) -> AsyncIterator[Reply]
-    stream -> stream    def verify(self, requests, context) -> AsyncIterator[Reply | bytes]
+    unary(Request, method)            async def method(request, context) -> Reply
+    server_stream(Request, method)    def method(request, context) -> AsyncGenerator[Reply]
+    both_stream(Request, method)      def method(requests, context) -> AsyncGenerator[Reply | bytes]
 
-A servicer raises errors of `outrider.errors`, and does not call `context.abort`."""
+These methods raise errors of `outrider.errors`, and do not call `context.abort`."""
+
+from __future__ import annotations
 
 import asyncio
 import errno
 import math
-import re
 import socket
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
-from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import _async as reflection
 from grpc_reflection.v1alpha import reflection_pb2
@@ -35,6 +35,7 @@ from outrider.errors import (
     BadRequest,
     ConfigError,
     DeadlineExceeded,
+    InvariantError,
     NotFound,
     OutriderError,
     Overloaded,
@@ -46,8 +47,9 @@ from outrider.transport.channel import server_options
 from outrider.transport.status import abort
 from outrider.transport.wire import check_fields
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context = grpc.aio.ServicerContext[bytes, bytes]
 Serving = health_pb2.HealthCheckResponse.ServingStatus
+Request = TypeVar("Request", bound=Message)
 Guard = Callable[[str, Context], str | None]
 """Called with `/package.Service/Method` before the messages of a call are read. Returns the name
 under which the caller's calls are counted, empty = count by address. Returns None for a stranger
@@ -67,11 +69,55 @@ def set_write_deadline(until: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Unary:
+    call: Callable[[bytes, Context], Awaitable[Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerStream:
+    call: Callable[[bytes, Context], AsyncGenerator[Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class _BothStream:
+    call: Callable[[AsyncIterator[bytes], Context], AsyncGenerator[Message | bytes]]
+
+
+Method = _Unary | _ServerStream | _BothStream
+
+
+def unary(kind: type[Request], method: Callable[[Request, Context], Awaitable[Message]]) -> Method:
+    """An rpc with one request and one reply."""
+    return _Unary(lambda data, context: method(_decode(kind, data), context))
+
+
+def server_stream(
+    kind: type[Request], method: Callable[[Request, Context], AsyncGenerator[Message]]
+) -> Method:
+    """An rpc with one request and a stream of replies."""
+    return _ServerStream(lambda data, context: method(_decode(kind, data), context))
+
+
+def both_stream(
+    kind: type[Request],
+    method: Callable[[AsyncIterator[Request], Context], AsyncGenerator[Message | bytes]],
+) -> Method:
+    """An rpc with a stream of requests and a stream of replies, which may be serialised."""
+    return _BothStream(
+        lambda frames, context: method((_decode(kind, data) async for data in frames), context)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
-    """A service of a .proto file and the object that answers its calls."""
+    """A service of a .proto file, and what answers its rpcs, by name."""
 
     descriptor: ServiceDescriptor
-    servicer: object
+    methods: Mapping[str, Method]
+
+    def __post_init__(self) -> None:
+        names = {method.name for method in self.descriptor.methods}
+        check(names == {*self.methods}, f"the rpcs of {self.descriptor.full_name} are {names}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +144,14 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._options = options or ServerOptions()
         names = [service.descriptor.full_name for service in services]
         self._health = _Health(names)
-        served = [*services, Service(_HEALTH, self._health)]
+        served = [*services, self._health.service]
         if self._options.reflection:
             names += [_HEALTH.full_name, _REFLECTION.full_name]
-            served.append(Service(_REFLECTION, reflection.ReflectionServicer(names)))
+            reflected = reflection.ReflectionServicer(names).ServerReflectionInfo
+            info = both_stream(reflection_pb2.ServerReflectionRequest, reflected)
+            served.append(Service(_REFLECTION, {"ServerReflectionInfo": info}))
         self._methods = {
-            f"/{service.descriptor.full_name}/{method.name}": (
-                method,
-                _method(service.servicer, method.name),
-            )
+            f"/{service.descriptor.full_name}/{method.name}": (method, service.methods[method.name])
             for service in served
             for method in service.descriptor.methods
         }
@@ -168,7 +213,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         """Returns when the server has stopped."""
         await self._server.wait_for_termination()
 
-    def service(self, details: Any) -> Any:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         return _handler(self, details.method, server_streaming=False)  # an unknown method
 
     async def answer(self, path: str, frames: AsyncIterator[bytes], context: Context) -> bytes:
@@ -214,34 +259,41 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self, path: str, frames: AsyncIterator[bytes] | None, context: Context, name: str
     ) -> bytes:
         """Makes a call of the caller `name`. Without `frames`, the request is an empty message."""
-        method, call = self._methods[path]
-        request_type = GetMessageClass(method.input_type)
-        given: Any
-        if frames is None:
-            given = request_type()
-        elif method.client_streaming:
-            given = (_decode(request_type, data) async for data in frames)
-        else:
-            read = _health_message if path.startswith(HEALTH_PATH) else self._open.message
-            data = await read(frames, name)
-            if data is None:
-                raise BadRequest("message", "is missing")
-            if len(data) > limits.GRPC_INLINE_BYTES:
-                check_fields(data, method.input_type)
-            given = _decode(request_type, data)
-        replies = call(given, context)
-        if not method.server_streaming:
-            reply: bytes = (await replies).SerializeToString()
-            return reply
-        writing = nullcontext(context.write) if method.client_streaming else _writing(context)
-        # `aclosing` runs the iterator's `finally` as soon as the call ends.
-        async with writing as write, aclosing(replies):
-            async for reply in replies:
-                await write(reply if isinstance(reply, bytes) else reply.SerializeToString())
+        about, method = self._methods[path]
+        if isinstance(method, _BothStream):
+            if frames is None:
+                raise InvariantError(f"{path}: a guard let a stranger stream")
+            await _write_all(method.call(frames, context), context.write)
+            return b""
+        data = b"" if frames is None else await self._message(path, frames, name)
+        if len(data) > limits.GRPC_INLINE_BYTES:
+            check_fields(data, about.input_type)
+        if isinstance(method, _Unary):
+            return (await method.call(data, context)).SerializeToString()
+        async with _writing(context) as write:
+            await _write_all(method.call(data, context), write)
         return b""
 
+    async def _message(self, path: str, frames: AsyncIterator[bytes], name: str) -> bytes:
+        read = _health_message if path.startswith(HEALTH_PATH) else self._open.message
+        data = await read(frames, name)
+        if data is None:
+            raise BadRequest("message", "is missing")
+        return data
 
-def _handler(server: RpcServer, path: str, *, server_streaming: bool) -> Any:
+
+async def _write_all(
+    replies: AsyncGenerator[Message | bytes], write: Callable[[bytes], Awaitable[None]]
+) -> None:
+    # `aclosing` runs the iterator's `finally` as soon as the call ends.
+    async with aclosing(replies):
+        async for reply in replies:
+            await write(reply if isinstance(reply, bytes) else reply.SerializeToString())
+
+
+def _handler(
+    server: RpcServer, path: str, *, server_streaming: bool
+) -> grpc.RpcMethodHandler[bytes, bytes]:
     """Every method is registered with a stream of requests, because gRPC would read a unary request
     before the guard is called. gRPC sends a unary reply and its status together."""
 
@@ -346,22 +398,34 @@ class _Health:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = ("", *names)
-        self._status: Any = Serving.NOT_SERVING
+        self._status: int = Serving.NOT_SERVING
         self._changed = asyncio.Event()
 
-    def set(self, status: Any) -> None:
+    @property
+    def service(self) -> Service:
+        methods = {
+            "Check": unary(health_pb2.HealthCheckRequest, self.check),
+            "List": unary(health_pb2.HealthListRequest, self.list),
+            "Watch": server_stream(health_pb2.HealthCheckRequest, self.watch),
+        }
+        return Service(_HEALTH, methods)
+
+    def set(self, status: int) -> None:
         self._status = status
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
+    async def check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Message:
         if request.service not in self._names:
             raise NotFound(f"service: {request.service[:256]!r} is not served")
-        return health_pb2.HealthCheckResponse(status=self._status)
+        response: Message = health_pb2.HealthCheckResponse(status=self._status)
+        return response
 
-    async def list(self, request: health_pb2.HealthListRequest, context: Context) -> Any:
+    async def list(self, request: health_pb2.HealthListRequest, context: Context) -> Message:
         status = health_pb2.HealthCheckResponse(status=self._status)
-        return health_pb2.HealthListResponse(statuses=dict.fromkeys(self._names, status))
+        statuses = dict.fromkeys(self._names, status)
+        response: Message = health_pb2.HealthListResponse(statuses=statuses)
+        return response
 
     async def watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
@@ -379,14 +443,7 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _method(servicer: object, name: str) -> Any:
-    snake = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-    call = getattr(servicer, snake, None) or getattr(servicer, name, None)
-    check(callable(call), f"{type(servicer).__name__} has no method {snake}")
-    return call
-
-
-def _decode(kind: Callable[[], Message], data: bytes) -> Message:
+def _decode(kind: type[Request], data: bytes) -> Request:
     message = kind()
     try:
         message.ParseFromString(data)

@@ -1,7 +1,6 @@
 """Maps Outrider's errors to gRPC statuses with details, and back."""
 
 import logging
-from typing import Any
 
 import grpc
 from google.protobuf import duration_pb2
@@ -37,7 +36,9 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
     return status
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
+async def abort(
+    context: grpc.aio.ServicerContext[bytes, bytes], error: Exception, method: str
+) -> None:
     """Ends a call with the status of `error`, or with INTERNAL if `error` is no `OutriderError`.
     Logs the traceback of an INTERNAL error. Always raises, because `context.abort` raises."""
     if getattr(error, "grpc_code", _INTERNAL) == _INTERNAL:
@@ -53,9 +54,9 @@ def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
     """Returns the error that the server raised, or `Unavailable` if no server answered."""
     code: int = error.code().value[0]
     plain = error_from_code(code, error.details() or error.code().name)
-    call: Any = error  # `from_call` uses only methods that an `AioRpcError` has, too.
     try:
-        status = rpc_status.from_call(call)
+        # `from_call` uses only methods that an `AioRpcError` has, too.
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
     except (DecodeError, ValueError):
         logger.warning("a server sent status details that cannot be read")
         return plain

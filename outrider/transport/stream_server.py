@@ -4,25 +4,35 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Generic
 
 from outrider import limits
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.foundation.bounded_dict import BoundedDict
 from outrider.foundation.tokens import EMPTY_DIGEST
-from outrider.interfaces.messages import Prefix, Refused, ReplyKey, Resync, RoundHead, RoundItem
-from outrider.transport.codec import Codec, session_id_from_wire, to_proto
+from outrider.interfaces.messages import (
+    Answer,
+    Item,
+    Prefix,
+    Refused,
+    ReplyKey,
+    Resync,
+    RoundAnswer,
+    RoundHead,
+)
+from outrider.transport.codec import Codec, ItemFrame, ItemMessage, session_id_from_wire
+from outrider.transport.fields import to_proto
 from outrider.transport.link import Connection, ReplicaService
-from outrider.transport.server import Service
+from outrider.transport.server import Context, Service, both_stream, unary
 from outrider.v1 import types_pb2
 
 _ECHOED_SESSION_ID_CHARS = 64
 
 
-class ReplicaServicer:
+class ReplicaServicer(Generic[Item, Answer]):
     """Answers the gRPC calls of one `ReplicaService`."""
 
-    def __init__(self, service: ReplicaService, codec: Codec) -> None:
+    def __init__(self, service: ReplicaService[Item], codec: Codec[Item, Answer]) -> None:
         self._service = service
         self._codec = codec
         self._readers: dict[asyncio.Task[None], SendQueue] = {}  # queues of answers, by reader
@@ -30,10 +40,16 @@ class ReplicaServicer:
 
     @property
     def grpc_service(self) -> Service:
-        return Service(self._codec.service, self)
+        codec = self._codec
+        methods = {
+            codec.stream_method: both_stream(codec.request, self.stream),
+            "Describe": unary(types_pb2.DescribeRequest, self.describe),
+            "Release": unary(types_pb2.ReleaseRequest, self.release),
+        }
+        return Service(codec.service, methods)
 
     async def stream(
-        self, frames: AsyncIterator[Any], context: Any = None
+        self, frames: AsyncIterator[ItemFrame], context: Context
     ) -> AsyncGenerator[bytes]:
         """Takes parsed requests (frames of items), and yields serialized replies (frames of
         answers), until the caller ends the stream. Raises errors of `frames`, and `Overloaded` if
@@ -66,9 +82,7 @@ class ReplicaServicer:
             reader.cancel()
             stream.connection.close()
 
-    verify = propose = stream
-
-    def finish(self, drained: Coroutine[Any, Any, None]) -> None:
+    def finish(self, drained: Coroutine[None, None, None]) -> None:
         """Takes no more items. When `drained` returns, all streams send their queued answers and
         end with `Unavailable`. They end at the same time, because a coordinator with two streams
         cancels both when one ends, and would lose the answers queued on the other."""
@@ -81,11 +95,15 @@ class ReplicaServicer:
         for outbox in self._readers.values():
             outbox.wake()
 
-    async def describe(self, request: Any, context: Any) -> types_pb2.ReplicaDescription:
+    async def describe(
+        self, request: types_pb2.DescribeRequest, context: Context
+    ) -> types_pb2.ReplicaDescription:
         """See `ReplicaService.describe`."""
         return to_proto(self._service.describe(), types_pb2.ReplicaDescription)
 
-    async def release(self, request: types_pb2.ReleaseRequest, context: Any) -> Any:
+    async def release(
+        self, request: types_pb2.ReleaseRequest, context: Context
+    ) -> types_pb2.ReleaseReply:
         """See `ReplicaService.release`."""
         learned = None
         if request.learned_length:
@@ -94,10 +112,10 @@ class ReplicaServicer:
         return types_pb2.ReleaseReply()
 
 
-class _Stream:
-    connection: Connection
+class _Stream(Generic[Item, Answer]):
+    connection: Connection[Item]
 
-    def __init__(self, codec: Codec, task: asyncio.Task[Any] | None) -> None:
+    def __init__(self, codec: Codec[Item, Answer], task: asyncio.Task[object] | None) -> None:
         self._codec = codec
         self._task = task
         self.writing = False  # whether a write is pending; it ends only if the caller reads
@@ -106,14 +124,14 @@ class _Stream:
         self._known: BoundedDict[str, RoundHead] = BoundedDict(limits.SESSIONS_PER_COORDINATOR_MAX)
         """For each session, the last head that had sampling parameters, not only their hash."""
 
-    async def read(self, frames: AsyncIterator[Any]) -> None:
+    async def read(self, frames: AsyncIterator[ItemFrame]) -> None:
         """Passes the items of parsed requests to the service, until `frames` ends."""
         async for frame in frames:
             decoded = map(self._decode, frame.items)
             if items := [item for item in decoded if item is not None]:
                 self.connection.receive(items)
 
-    def answer(self, answers: Sequence[Any]) -> None:
+    def answer(self, answers: Sequence[RoundAnswer]) -> None:
         """Queues answers. A full queue ends the stream, because the caller does not read."""
         try:
             for answer in answers:
@@ -135,7 +153,7 @@ class _Stream:
         if self.writing and self._task is not None:
             self._task.cancel()
 
-    def _decode(self, message: Any) -> RoundItem | None:
+    def _decode(self, message: ItemMessage) -> Item | None:
         """Decodes an item. If the item is invalid, or its parameters are unknown, answers the item
         at once and returns None."""
         known = self._known.get(message.head.session_id)

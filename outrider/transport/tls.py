@@ -21,7 +21,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 from cryptography import x509
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from outrider.transport.server import Context, Guard
 
 _log = logging.getLogger(__name__)
+_Key = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 
 AUTHORITY = "ca"
 DOMAIN = "outrider.internal"
@@ -128,7 +129,7 @@ def check_authority(authority: Path, certificate: Path) -> None:
     raise ConfigError(f"{certificate}: is not signed by an authority of {authority}")
 
 
-def _read_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
+def _read_key(path: Path) -> _Key:
     """Reads a private key. The text of a `ConfigError` never quotes the file."""
     try:
         private_key = serialization.load_pem_private_key(read_file(path), password=None)
@@ -145,7 +146,7 @@ def _make(
     now: datetime.datetime,
     days: int,
     issuer: x509.Name | None = None,
-    signer: Any = None,
+    signer: _Key | None = None,
 ) -> None:
     """Makes a key and a certificate. The certificate of a role is signed with `signer`, the key of
     the `issuer`. Without an `issuer`, makes a self-signed certificate of an authority."""
@@ -157,7 +158,7 @@ def _make(
         x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False),
         x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
     ]
-    if not is_ca:
+    if signer is not None:
         purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         extensions += [
             x509.ExtendedKeyUsage(purposes),
@@ -191,7 +192,7 @@ def server_credentials(
     server's certificate. With `authority`, each caller needs a certificate that this authority has
     signed. Raises `ConfigError` for missing or invalid files."""
 
-    def read() -> Any:
+    def read() -> grpc.ServerCertificateConfiguration:
         check_pair(certificate, key)
         root = None if authority is None else _authorities(authority)
         return grpc.ssl_server_certificate_configuration(

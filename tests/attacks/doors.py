@@ -23,13 +23,11 @@ from outrider.client.failover import EndpointPool
 from outrider.foundation.api_keys import Caller, add_key
 from outrider.interfaces.request import Event, GenerateRequest
 from outrider.limits import GRPC_AGE_MS
-from outrider.transport.server import RpcServer, ServerOptions, Service
-from outrider.v1 import coordinator_pb2
+from outrider.transport.server import RpcServer, ServerOptions
 from tests.support.told_coordinator import FINISHED, STARTED, TOKENS, MemorySlots, ToldCoordinator
 
 CALLERS: Final = (Caller(name="alice", tenant="alice"), Caller(name="mallory", tenant="mallory"))
 TOKEN_S: Final = 0.02
-_SERVICE: Final = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class Scripted(ToldCoordinator):
@@ -76,7 +74,7 @@ async def main(options: dict[str, Any], directory: Path) -> None:
     options = ServerOptions(
         guard=access.check_call, reflection=False, connection_age_ms=GRPC_AGE_MS
     )
-    rpc = RpcServer([Service(_SERVICE, CoordinatorServicer(coordinator, access))], options)
+    rpc = RpcServer([CoordinatorServicer(coordinator, access).grpc_service], options)
     health = RpcServer([], health_options(options, port=0))
     for one in (rpc, health):
         await one.start()

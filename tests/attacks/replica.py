@@ -12,7 +12,7 @@ from outrider.replica.host import ReplicaHost
 from outrider.replica.logs import STANDARD_ERROR
 from target_service.actor import TargetActor
 
-ROLES: Final[dict[str, tuple[type[ReplicaHost], type[ReplicaConfig]]]] = {
+ROLES: Final[dict[str, tuple[type[ReplicaHost[Any, Any]], type[ReplicaConfig]]]] = {
     "target": (TargetActor, TargetConfig),
     "draft": (DraftActor, DraftConfig),
 }

@@ -21,25 +21,24 @@ from outrider.transport.server import Service
 from outrider.transport.stream_server import ReplicaServicer
 from outrider.v1 import target_pb2, types_pb2
 from tests.chaos.proxy import FaultProxy
-from tests.support.rounds import PATIENCE_S, Listener, answer_message, make_head
+from tests.support.rounds import PATIENCE_S, Listener, make_head
 from tests.support.stack import serve
 
 KEY = make_head((1,)).key
 GOOD = VerdictReply(KEY, Verdict((), (1,)), 1)
 
 
-class Impostor:
+class Impostor(ReplicaServicer[VerifyItem, VerifyAnswer]):
     """Sends a prepared frame for each frame that it gets, or then raises an error."""
 
     def __init__(self, frame: target_pb2.VerifyReply, then: Exception | None = None) -> None:
+        self._codec = VERIFY
         self._frame = frame
         self._then = then
 
-    async def verify(
-        self, requests: AsyncIterator[Any], context: Any
-    ) -> AsyncGenerator[target_pb2.VerifyReply]:
-        async for _ in requests:
-            yield self._frame
+    async def stream(self, frames: AsyncIterator[Any], context: Any) -> AsyncGenerator[bytes]:
+        async for _ in frames:
+            yield self._frame.SerializeToString()
             if self._then is not None:
                 raise self._then
 
@@ -56,17 +55,19 @@ async def exits() -> AsyncIterator[AsyncExitStack]:
 
 
 async def linked(exits: AsyncExitStack, service: Service) -> tuple[GrpcLink, Listener]:
-    link = GrpcLink("target", (await serve(exits, service)).address)
+    link = GrpcLink(VERIFY, (await serve(exits, service)).address)
     exits.push_async_callback(link.close)
     return link, Listener(link)
 
 
 async def test_an_answer_that_does_not_fit_breaks_the_link(exits: AsyncExitStack) -> None:
     """Earlier answers are delivered first. The loss names the wrong field."""
-    good, bad = answer_message(VERIFY, GOOD), answer_message(VERIFY, GOOD)
+    frame = VERIFY.answer_frame(GOOD)
+    [good] = target_pb2.VerifyReply.FromString(frame).items
+    [bad] = target_pb2.VerifyReply.FromString(frame).items
     bad.verdict.correction.append(1)
     impostor = Impostor(target_pb2.VerifyReply(items=[good, bad, good]))
-    link, heard = await linked(exits, Service(VERIFY.service, impostor))
+    link, heard = await linked(exits, impostor.grpc_service)
     link.send(VerifyItem(make_head((1,))))
     await heard.wait(num_lost=1)
     assert heard.answers == [GOOD]
@@ -80,7 +81,7 @@ async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it(
 ) -> None:
     """After each break the delay is between half and all of 50, 100 and 200 ms."""
     impostor = Impostor(target_pb2.VerifyReply(), then=Unavailable("going down"))
-    link, heard = await linked(exits, Service(VERIFY.service, impostor))
+    link, heard = await linked(exits, impostor.grpc_service)
     for attempt in range(3):
         link.send(VerifyItem(make_head((1,))))
         await heard.wait(num_lost=attempt + 1)
@@ -101,7 +102,7 @@ async def test_a_link_to_a_replica_that_hangs_breaks_soon(exits: AsyncExitStack)
     server = await serve(exits, ReplicaServicer(service, VERIFY).grpc_service)
     exits.callback(proxy.close)
     address = await proxy.forward(server.address)
-    link = GrpcLink("target", address)
+    link = GrpcLink(VERIFY, address)
     exits.push_async_callback(link.close)
     heard = Listener(link)
     link.send(VerifyItem(make_head((1,))))
@@ -192,6 +193,6 @@ async def ask_raw(exits: AsyncExitStack, service: Silent) -> Any:
     """A stream on which one item was written and nothing is read."""
     server = await serve(exits, ReplicaServicer(service, VERIFY).grpc_service)
     channel = await exits.enter_async_context(open_channel(server.address))
-    call: Any = channel.stream_stream(VERIFY.path("Verify"))()
+    call: Any = channel.stream_stream(VERIFY.path("Verify"), None, None)(None)
     await call.write(VERIFY.item_frame(VerifyItem(make_head((1,)))))
     return call

@@ -372,7 +372,7 @@ async def test_calls_without_a_key_take_no_room_from_others(
 ) -> None:
     monkeypatch.setattr("outrider.limits.STRANGER_CALLS_PER_ADDRESS_MAX", 2)
     async with open_channel(locked.addresses[0]) as channel, locked.client("alice") as alice:
-        watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch")
+        watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch", None, None)
         calls = [watch(b"") for _ in range(2)]
         for call in calls:
             await call.read()

@@ -19,6 +19,7 @@ from outrider.models.loading import load_model
 from outrider.redis.embedded import EmbeddedRedis
 from outrider.registry.registry import Role
 from outrider.speculation.sampling_params import SamplingParams
+from outrider.transport.codec import VERIFY
 from outrider.transport.grpc_link import GrpcLink
 from tests.support.models import (
     byte_level_tokenizer,
@@ -106,7 +107,7 @@ async def test_it_writes_what_its_target_writes(
         Client(addresses["coordinator"]) as client,
     ):
         assert ("draft" in addresses) is has_draft
-        link = GrpcLink("target", addresses["target"])
+        link = GrpcLink(VERIFY, addresses["target"])
         described = await link.describe(10.0)
         await link.close()
         assert bool(described.features) is has_draft

@@ -11,8 +11,9 @@ from outrider.config.deployment import TargetConfig
 from outrider.errors import EngineLost, LinkLost
 from outrider.interfaces.messages import VerdictReply, VerifyItem
 from outrider.replica.drivers import InlineDriver
-from outrider.replica.host import ReplicaHost
+from outrider.transport.codec import VERIFY
 from outrider.transport.grpc_link import GrpcLink
+from target_service.actor import TargetActor
 from target_service.service import TargetService
 from tests.support.rounds import PATIENCE_S, Listener, make_head, session_name
 from tests.support.toy_engine import ToyEngine
@@ -38,12 +39,12 @@ class Hosted:
     def __init__(self) -> None:
         self.engine = ToyEngine()
         self.driver = GatedDriver()
-        self.host: ReplicaHost = ReplicaHost()
+        self.host = TargetActor()
 
     async def start(self) -> None:
         service = TargetService(self.engine, self.driver, max_num_seqs=1)
         self.address = await self.host.serve(service, TargetConfig())
-        self.link = GrpcLink("target", self.address)
+        self.link = GrpcLink(VERIFY, self.address)
         self.heard = Listener(self.link)
 
     def send(self, session: int) -> None:

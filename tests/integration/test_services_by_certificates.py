@@ -4,21 +4,23 @@ import datetime
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
+from draft_service.actor import DraftActor
 from outrider.config.deployment import DraftConfig, TargetConfig
 from outrider.errors import SettingError, Unavailable
 from outrider.interfaces.messages import VerifyItem
 from outrider.registry.registry import ROLES, Role
-from outrider.replica.host import ReplicaHost
 from outrider.transport.channel import PLAIN, Trust
 from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.tls import caller_trust, internal_trust, make_authority, make_role, name_of
+from target_service.actor import TargetActor
 from tests.support.rounds import Listener, Replica, make_head
 from tests.support.rpc_codes import code_of
 from tests.support.toy_engine import ToyEngine
@@ -50,7 +52,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def hosted(role: Role, directory: Path) -> AsyncIterator[str]:
     """The address of a replica that is served as its actor serves it."""
-    host: ReplicaHost = ReplicaHost()
+    host: Any = TargetActor() if role == "target" else DraftActor()
     config = TargetConfig if role == "target" else DraftConfig
     service = Replica(role, ToyEngine()).service
     try:
@@ -93,7 +95,7 @@ async def test_only_a_coordinator_is_answered(role: Role, ours: Path, theirs: Pa
 
 
 async def answers(address: str, trust: Trust) -> bool:
-    link = GrpcLink("target", address, trust)
+    link = GrpcLink(VERIFY, address, trust)
     try:
         await link.describe(5.0)
     except Unavailable:
@@ -109,7 +111,7 @@ async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> N
         async with hosted(role, directory) as address:
             assert not await answers(address, trust)
     async with hosted("target", ours) as address:
-        link = GrpcLink("target", address, trust)
+        link = GrpcLink(VERIFY, address, trust)
         heard = Listener(link)
         assert (await link.describe(5.0)).max_model_len > 0
         link.send(VerifyItem(make_head((1, 2, 3), session=1)))

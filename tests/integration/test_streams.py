@@ -62,7 +62,7 @@ async def target() -> AsyncIterator[Target]:
 async def test_a_link_breaks_and_is_opened_anew(target: Target) -> None:
     """While there is no server, `send` fails fast. After a restart, the next item opens the stream
     again, and the new target answers that it holds nothing."""
-    link = GrpcLink("target", target.address)
+    link = GrpcLink(VERIFY, target.address)
     heard = Listener(link)
     assert isinstance(await ask(link, heard, VerifyItem(make_head(PROMPT))), VerdictReply)
     await target.stop()
@@ -99,7 +99,7 @@ def sent_head(stream: Any, item: VerifyItem) -> Any:
 
 
 async def test_sampling_parameters_travel_once(target: Target) -> None:
-    link = GrpcLink("target", target.address)
+    link = GrpcLink(VERIFY, target.address)
     heard = Listener(link)
     sampling = SamplingParams(temperature=1, top_k=3, logit_bias=((5, 2), (1, -1)))
     first = VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=sampling))
@@ -128,7 +128,7 @@ async def test_a_constraint_travels_once(target: Target) -> None:
         outlet.send([Refused(item.head.key, 9, "only for inspection")])
 
     target.service.take = noting
-    link = GrpcLink("target", target.address)
+    link = GrpcLink(VERIFY, target.address)
     heard = Listener(link)
     small = Constraint.of_regex("[ab]+")
     large = Constraint.of_schema({"title": "x" * BULK_ITEM_BYTES})
@@ -151,7 +151,7 @@ async def test_a_constraint_travels_once(target: Target) -> None:
 async def test_many_features_come_by_the_stream_of_bulky_items(
     target: Target, first: int | None, name: str
 ) -> None:
-    link = GrpcLink("target", target.address)
+    link = GrpcLink(VERIFY, target.address)
     text = [index % 7 for index in range(100)]
     await ask(link, Listener(link), VerifyItem(make_head(text), features_from=first))
     used = [name for name, stream in link._streams.items() if stream._sent]
@@ -162,7 +162,7 @@ async def test_many_features_come_by_the_stream_of_bulky_items(
 @asynccontextmanager
 async def sent_raw(address: str, data: bytes) -> AsyncIterator[Any]:
     async with open_channel(address) as channel:
-        call = channel.stream_stream(VERIFY_PATH)()
+        call = channel.stream_stream(VERIFY_PATH, None, None)(None)
         await call.write(data)
         yield call
         call.cancel()

@@ -4,35 +4,38 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from coordinator.auth.access_control import AccessControl, watch_keys
+from coordinator.grpc_api import CoordinatorServicer
 from outrider.client import Client, SyncClient, Trust, caller_trust
 from outrider.errors import ConfigError, Unavailable
 from outrider.foundation.api_keys import Caller, add_key
 from outrider.transport.channel import PLAIN
-from outrider.transport.server import ServerOptions, Service
+from outrider.transport.server import ServerOptions
 from outrider.transport.tls import pinned_trust, server_credentials
 from outrider.v1 import coordinator_pb2 as pb
 from tests.support.made_certificates import Made
 from tests.support.stack import serve
 
 
-async def describe(request: Any, context: Any) -> pb.CoordinatorDescription:
-    return pb.CoordinatorDescription(model="model")
+class Described(CoordinatorServicer):
+    """Tells only the model."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def describe(self, request: Any, context: Any) -> pb.CoordinatorDescription:
+        return pb.CoordinatorDescription(model="model")
 
 
 @asynccontextmanager
 async def serving(credentials: Any, gate: AccessControl) -> AsyncIterator[str]:
-    descriptor: Any = pb.DESCRIPTOR.services_by_name["Coordinator"]
-    methods = ("generate", "resume", "cancel", "get_session", "describe")
-    servicer = SimpleNamespace(**dict.fromkeys(methods, describe))
     options = ServerOptions(credentials=credentials, guard=gate.check_call)
     async with AsyncExitStack() as exits:
-        yield (await serve(exits, Service(descriptor, servicer), options)).address
+        yield (await serve(exits, Described().grpc_service, options)).address
 
 
 async def answers(address: str, trust: Trust, key: str) -> bool:

@@ -14,6 +14,7 @@ from coordinator.auth.access_control import AccessControl
 from coordinator.http_api.progress import RepeatedRequests
 from coordinator.requests.validation import PromptEncoder
 from coordinator.routing import draft_client, target_client
+from coordinator.routing.discovery import Registered
 from coordinator.service import CoordinatorService
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
@@ -471,7 +472,7 @@ class CoordinatorNode(Node):
         self._settings = settings
 
     async def _serve(self, config: Any, world: Any) -> str:
-        rng = world.rng
+        rng, link = world.rng, partial(world.link, self.process)
         self.service = CoordinatorService(
             self._settings,
             self.name,
@@ -480,8 +481,7 @@ class CoordinatorNode(Node):
             text=toy_text(),
             random_bits=rng.getrandbits,
             observation=world.moves,
-            registry=world.redis.registry(),
-            link=lambda _, address: world.link(self.process, address),
+            registered=Registered(world.redis.registry(), link, link),
         )
         self.access = AccessControl(None, world.redis.slots())
         await self.service.start()

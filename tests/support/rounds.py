@@ -1,6 +1,7 @@
 """Messages for tests of the services, and a minimal coordinator that runs rounds."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Self
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.model_drafter import ModelDrafter, ParallelDrafter
 from draft_service.service import DraftService
+from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.errors import LinkLost, check
 from outrider.foundation.tokens import TokenSequence
 from outrider.grammar.constraint import Constraint
@@ -17,6 +19,7 @@ from outrider.interfaces import messages
 from outrider.interfaces.engine import take_stated_seconds
 from outrider.replica.drivers import InlineDriver
 from outrider.replica.step_loop import Worker
+from outrider.replica.step_request import AnswerSender, StepRequest
 from outrider.speculation.accept_reject import Outcome, decide
 from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.logits_processing import DraftVocabulary
@@ -46,12 +49,8 @@ def session_name(number: int) -> str:
     return f"{number:032x}"
 
 
-def item_message(codec: Codec, item: messages.RoundItem, hashed: bool = False) -> Any:
+def item_message(codec: Codec[Any, Any], item: messages.RoundItem, hashed: bool = False) -> Any:
     return codec.request.FromString(codec.item_frame(item, hashed)).items[0]
-
-
-def answer_message(codec: Codec, answer: messages.VerifyAnswer | messages.DraftAnswer) -> Any:
-    return codec.reply.FromString(codec.answer_frame(answer)).items[0]
 
 
 def make_head(
@@ -85,9 +84,20 @@ def make_head(
     )
 
 
-def run_step(worker: Worker[Any, Any], items: Sequence[messages.RoundItem]) -> list[Any]:
+def step_request(
+    item: Any, draft_deadline: DraftDeadline = NO_DEADLINE, grammar: Any = None
+) -> StepRequest[Any]:
+    request = StepRequest(item, AnswerSender(lambda answers: None), 0.0, math.inf, grammar)
+    request.draft_deadline = draft_deadline
+    return request
+
+
+def run_step(
+    worker: Worker[Any, Any], items: Sequence[messages.RoundItem | StepRequest[Any]]
+) -> list[Any]:
     """The answers to items of one step."""
-    return [*worker.launch(worker.prepare(items))()]
+    requests = [one if isinstance(one, StepRequest) else step_request(one) for one in items]
+    return [*worker.launch(worker.prepare(requests))()]
 
 
 def each_step(seconds: float) -> Callable[[], float]:
@@ -109,7 +119,7 @@ class SeverableLink(MemoryLink):
         self._unreachable = None if reachable else error
         was_open = self._connection is not None
         self._disconnect()
-        if was_open and self._on_lost is not None:
+        if was_open and self._has_listener:
             asyncio.get_running_loop().call_soon(self._tell_lost, error)
 
     def restore(self, service: Any = None) -> None:
@@ -120,7 +130,7 @@ class SeverableLink(MemoryLink):
         self._unreachable = None
 
     def _tell_lost(self, error: Exception) -> None:
-        if self._on_lost is not None and not self._closed:
+        if not self._closed:
             self._on_lost(error if isinstance(error, LinkLost) else LinkLost(str(error)))
 
 

@@ -10,7 +10,7 @@ async def code_of(
 ) -> grpc.StatusCode:
     """The final status of a call with one empty message. OK if the call goes on."""
     async with open_channel(address, trust) as channel:
-        call = channel.unary_stream(path)(b"", timeout=10, metadata=metadata)
+        call = channel.unary_stream(path, None, None)(b"", timeout=10, metadata=metadata)
         try:
             async for _ in call:
                 if path.endswith("/Watch"):

@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
+from coordinator.routing.discovery import Registered
 from outrider.config.deployment import CoordinatorConfig
 from outrider.registry.registry import ROLES, Role
 from outrider.replica.step_spans import ObservedSteps
@@ -125,6 +126,10 @@ def observers(
     }
 
 
+def unreachable(address: str) -> Any:
+    return described(away_until=inf)
+
+
 @asynccontextmanager
 async def watched_stack(
     directory: Path, target_s: float = 0.0, **options: Any
@@ -140,8 +145,7 @@ async def watched_stack(
             target,
             draft,
             directory,
-            registry=registry,
-            link=lambda *_: described(away_until=inf),
+            registered=Registered(registry, unreachable, unreachable),
             **observers(exports, config),
             **options,
         ) as stack:

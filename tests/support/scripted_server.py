@@ -5,13 +5,14 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from coordinator.grpc_api import CoordinatorServicer
 from outrider.client import Event, Finished, Metrics, Started, Tokens, Usage
 from outrider.errors import NotFound
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.accept_reject import Origin
 from outrider.speculation.sampling_params import Rule
 from outrider.transport.request_codec import event_to_proto, session_to_proto
-from outrider.transport.server import RpcServer, Service
+from outrider.transport.server import RpcServer
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -30,7 +31,7 @@ SECOND = Tokens(2, (7,), "llo", (Origin.BONUS,), ())
 FINISHED = Finished(FinishReason.LENGTH, Usage(4, 3), Metrics(2, 3, 1, 1.5, 10.0, 30.0))
 
 
-class ScriptedServicer:
+class ScriptedServicer(CoordinatorServicer):
     """For each entry, sends the event, raises the error, or waits for the `asyncio.Event`."""
 
     def __init__(self, *events: Event | Exception | asyncio.Event) -> None:
@@ -84,6 +85,6 @@ class ScriptedServicer:
 
 
 async def serve(coordinator: ScriptedServicer) -> RpcServer:
-    server = RpcServer([Service(pb.DESCRIPTOR.services_by_name["Coordinator"], coordinator)])
+    server = RpcServer([coordinator.grpc_service])
     await server.start()
     return server

@@ -6,7 +6,7 @@ from typing import Any
 from outrider.interfaces.engine import PageCounts
 from outrider.interfaces.messages import DraftItem, ProposalReply
 from outrider.replica.step_loop import Worker
-from outrider.replica.step_request import StepAnswer, StepFigures, Unfinished
+from outrider.replica.step_request import StepAnswer, StepFigures, StepRequest, Unfinished
 from outrider.replica.step_watch import ExpectedStep
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL
 
@@ -32,8 +32,8 @@ class ScriptedWorker(Worker[DraftItem, DraftItem]):
     def expected(self) -> ExpectedStep:
         return ExpectedStep(1, 1, self.expected_s)
 
-    def prepare(self, items: Sequence[DraftItem]) -> Sequence[DraftItem]:
-        return items
+    def prepare(self, requests: Sequence[StepRequest[DraftItem]]) -> Sequence[DraftItem]:
+        return [request.item for request in requests]
 
     def run(self, prepared: Sequence[DraftItem]) -> list[StepAnswer]:
         self.steps.append([(number(item.head.session_id), item.head.round) for item in prepared])

@@ -12,6 +12,7 @@ from coordinator.auth.access_control import OPEN, AccessControl
 from coordinator.grpc_api import CoordinatorServicer
 from coordinator.http_api.app import build_app
 from coordinator.http_api.server import HttpOptions, HttpServer
+from coordinator.routing.discovery import Registered
 from coordinator.service import CoordinatorService
 from draft_service.feature_drafter import FeatureDrafter
 from draft_service.service import DraftService
@@ -25,7 +26,6 @@ from outrider.interfaces.engine import Engine, take_stated_seconds
 from outrider.models.tokenizer import TokenizerText
 from outrider.redis.address import RedisAddress
 from outrider.redis.embedded import EmbeddedRedis
-from outrider.registry.redis_registry import RedisRegistry
 from outrider.replica.drivers import ThreadDriver
 from outrider.replica.step_spans import ObservedSteps
 from outrider.sessions.redis_store import RedisStore
@@ -34,7 +34,6 @@ from outrider.transport.codec import DRAFT, VERIFY
 from outrider.transport.grpc_link import GrpcLink
 from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.transport.stream_server import ReplicaServicer
-from outrider.v1 import coordinator_pb2
 from target_service.service import TargetService
 from target_service.verifier import SelfDrafter
 from tests.support.models import byte_level_tokenizer
@@ -53,7 +52,6 @@ CONFIG = CoordinatorConfig(
     draft_timeout_ms=10_000,
 )
 HYBRID = DraftConfig(model="hybrid:ngram,some/model")
-_COORDINATOR: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 NUM_SEQUENCES = 64
 RARE = NgramDrafter(16, 16)
 """A fallback whose tokens are almost never accepted."""
@@ -85,7 +83,7 @@ def _draft_service(
 
 
 def coordinator_api(coordinator: CoordinatorService, access: AccessControl = OPEN) -> Service:
-    return Service(_COORDINATOR, CoordinatorServicer(coordinator, access))
+    return CoordinatorServicer(coordinator, access).grpc_service
 
 
 async def serve(
@@ -117,8 +115,7 @@ async def running_stack(
     head: FeatureDrafter | None = None,
     parallel_token: int | None = None,
     lifetimes: Mapping[str, int] | None = None,
-    registry: RedisRegistry | None = None,
-    link: Any = None,
+    registered: Registered | None = None,
     grammars: Callable[[], Grammars] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
@@ -151,13 +148,12 @@ async def running_stack(
             replace(CONFIG, look_ahead=look_ahead, **settings),
             "coordinator-under-test",
             store=store,
-            targets={"t": GrpcLink("target", target_server.address)},
-            drafts={} if looks_up else {"d": GrpcLink("draft", draft_server.address)},
+            targets={"t": GrpcLink(VERIFY, target_server.address)},
+            drafts={} if looks_up else {"d": GrpcLink(DRAFT, draft_server.address)},
             fallback=RARE if self_drafter or head else lookup or NgramDrafter(),
             text=text,
             observation=observation,
-            registry=registry,
-            link=link,
+            registered=registered,
         )
         await coordinator.start()
         server = await serve(stack, coordinator_api(coordinator))

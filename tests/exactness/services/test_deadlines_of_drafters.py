@@ -22,14 +22,14 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.interfaces.messages import DraftItem, ProposalReply
 from outrider.models.eagle3 import LoadedEagle3
-from outrider.replica.step_request import Answers
+from outrider.replica.step_request import Answers, StepRequest
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
 from tests.support.models import tiny_config, tiny_eagle3, tiny_module, twin
-from tests.support.rounds import PENALISED, make_head, run_step
+from tests.support.rounds import PENALISED, make_head, run_step, step_request
 from tests.support.toy_engine import ToyEngine
 
 VOCAB, LENGTH, K = 24, 40, 3
@@ -141,23 +141,25 @@ def by_draft(
 ) -> Propose:
     def propose(seeds: Sequence[int], draws: Draws, ends_at: float) -> list[Proposal]:
         items = [
-            DraftItem(
-                make_head(PROMPT, session=seed, seed=seed, rule=Rule.TOKEN, sampling=sampling),
-                K,
-                look_ahead,
-                features=features,
-                deadline=draws.deadline(seed, ends_at),
+            step_request(
+                DraftItem(
+                    make_head(PROMPT, session=seed, seed=seed, rule=Rule.TOKEN, sampling=sampling),
+                    K,
+                    look_ahead,
+                    features=features,
+                ),
+                draws.deadline(seed, ends_at),
             )
             for seed in seeds
         ]
         found: dict[int, Proposal] = {}
-        while waiting := [item for item in items if item.head.seed not in found]:
-            for item, answer in zip(waiting, run_step(proposer, waiting), strict=True):
+        while waiting := [one for one in items if one.item.head.seed not in found]:
+            for asked, answer in zip(waiting, run_step(proposer, waiting), strict=True):
                 for one in answer.answers if isinstance(answer, Answers) else (answer,):
                     if isinstance(one, ProposalReply) and not one.assumed:
-                        found[item.head.seed] = one.proposal.decode()
-        for item in items:
-            proposer.leave({item.head.session_id: True})
+                        found[asked.item.head.seed] = one.proposal.decode()
+        for asked in items:
+            proposer.leave({asked.session_id: True})
         return [found[seed] for seed in seeds]
 
     return propose
@@ -233,13 +235,13 @@ class Branches:
         monkeypatch.setattr(DraftSampler, "draw", noted)
 
 
-def answers_to(proposer: Proposer, item: DraftItem) -> list[ProposalReply]:
+def answers_to(proposer: Proposer, item: DraftItem | StepRequest[DraftItem]) -> list[ProposalReply]:
     """The answers of one step."""
     [answer] = run_step(proposer, [item])
     return [*answer.answers] if isinstance(answer, Answers) else [answer]
 
 
-def answered(proposer: Proposer, item: DraftItem) -> ProposalReply:
+def answered(proposer: Proposer, item: DraftItem | StepRequest[DraftItem]) -> ProposalReply:
     while True:
         for one in answers_to(proposer, item):
             if not one.assumed:
@@ -253,10 +255,12 @@ def ahead_until(proposer: Proposer, item: DraftItem, num_steps: int) -> list[Pro
     return [one for answers in steps for one in answers]
 
 
-def late_item(outcome: Sequence[int], seed: int, deadline: DraftDeadline) -> DraftItem:
+def late_request(
+    outcome: Sequence[int], seed: int, deadline: DraftDeadline
+) -> StepRequest[DraftItem]:
     text = (*PROMPT, *outcome)
     head = make_head(text, len(PROMPT), seed=seed, rule=Rule.TOKEN, sampling=PLAIN, round_index=1)
-    return DraftItem(head, LATE_K, LATE_K, deadline=deadline)
+    return step_request(DraftItem(head, LATE_K, LATE_K), deadline)
 
 
 LATE_K, LATE_STEPS = 5, 12
@@ -284,7 +288,7 @@ def test_an_outcome_that_comes_true_before_it_is_drafted(
         deadline = NO_DEADLINE
         if ends_at is not None:
             deadline = DraftDeadline(ends_at, lambda: branches.now)
-        found = answered(worker, late_item(likeliest.assumed, seed, deadline))
+        found = answered(worker, late_request(likeliest.assumed, seed, deadline))
         assert [*found.proposal.token_ids] == branches.drawn.get(text, [])
         assert all(ends_at is None or begun < ends_at for begun in branches.begun)
         kept.add(num_before)

@@ -133,13 +133,14 @@ async def test_a_second_port_tells_the_health_to_callers_without_a_key(
     async with open_channel(made.health_server.address) as channel:
         check = channel.unary_unary(f"{HEALTH_PATH}Check", None, HealthCheckResponse.FromString)
         assert (await check(b"")).status == HealthCheckResponse.SERVING
-        await channel.stream_unary(f"{HEALTH_PATH}Check")(silence())  # Its message is not awaited.
+        # Its message is not awaited.
+        await channel.stream_unary(f"{HEALTH_PATH}Check", None, None)(silence())
         service.health.trouble = "no target answers"
         async with asyncio.timeout(5):
             while (await check(b"")).status == HealthCheckResponse.SERVING:
                 await asyncio.sleep(0.01)
         with pytest.raises(grpc.RpcError) as found:
-            await channel.unary_unary("/outrider.v1.Coordinator/Describe")(b"")
+            await channel.unary_unary("/outrider.v1.Coordinator/Describe", None, None)(b"")
         assert found.value.code() == grpc.StatusCode.UNIMPLEMENTED
     await made.stop(0.0)
     with pytest.raises(ConnectionRefusedError):

@@ -12,14 +12,14 @@ from draft_service.service import Proposer
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
 from outrider.foundation.clock import run_virtually
 from outrider.interfaces.messages import DraftItem, ProposalReply, Refused
-from outrider.replica.step_request import Unfinished
+from outrider.replica.step_request import StepRequest, Unfinished
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport.link import MemoryLink
 from tests.support.draft_world import expected_proposal
 from tests.support.pages import check_pages
-from tests.support.rounds import Replica, make_head, run_step, session_name
+from tests.support.rounds import Replica, make_head, run_step, session_name, step_request
 from tests.support.toy_engine import ToyEngine
 
 PROMPT = (1, 2, 3)
@@ -116,10 +116,12 @@ SHORT, LONG, FRESH = 1, 2, 3  # Sessions.
 NUM_DRAWN = 3  # Tokens that a step draws in the time of the short one.
 
 
-def unbounded(session: int, num_tokens: int, **fields: Any) -> DraftItem:
+def unbounded(
+    session: int, num_tokens: int, deadline: DraftDeadline | None = None
+) -> StepRequest[DraftItem]:
     """An item whose time limit never ends. (An item without a limit would have to be whole.)"""
-    fields = {"deadline": DraftDeadline()} | fields
-    return DraftItem(make_head(PROMPT, session=session, rule=Rule.TOKEN), num_tokens, **fields)
+    item = DraftItem(make_head(PROMPT, session=session, rule=Rule.TOKEN), num_tokens)
+    return step_request(item, DraftDeadline() if deadline is None else deadline)
 
 
 class Interrupted:
@@ -134,7 +136,7 @@ class Interrupted:
         assert (len(short.proposal), short.out_of_time) == (NUM_DRAWN, True)
         assert unfinished is Unfinished.CONTINUES
 
-    def step(self, *items: DraftItem) -> list[Any]:
+    def step(self, *items: StepRequest[DraftItem]) -> list[Any]:
         found = run_step(self.proposer, items)
         check_pages(self.engine)
         return found

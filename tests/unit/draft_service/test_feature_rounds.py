@@ -17,13 +17,21 @@ from outrider.interfaces.engine import ModelInfo
 from outrider.interfaces.messages import DraftItem, ProposalReply, Resync, VerdictReply, VerifyItem
 from outrider.limits import PAGE_SIZE
 from outrider.models.eagle3 import LoadedEagle3
-from outrider.replica.step_request import Unfinished
+from outrider.replica.step_request import StepRequest, Unfinished
 from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal, Proposal
 from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service import verifier
 from tests.support.models import flat_module, tiny_eagle3, twin
-from tests.support.rounds import RULES, Replica, make_head, outcome_of, proposal_of_head, run_step
+from tests.support.rounds import (
+    RULES,
+    Replica,
+    make_head,
+    outcome_of,
+    proposal_of_head,
+    run_step,
+    step_request,
+)
 
 VOCAB, LENGTH = 24, 120
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -289,16 +297,16 @@ async def test_features_that_cannot_be_are_refused(features: Features, name: str
         assert replies[2].proposal == expected
 
 
-def interrupted(pair: Pair, text: Sequence[int]) -> tuple[DraftItem, list[int]]:
+def interrupted(pair: Pair, text: Sequence[int]) -> tuple[StepRequest[DraftItem], list[int]]:
     """An item whose draft is unfinished, as the step ended because another session's time was over,
     and its text with what is drafted."""
-    first = replace(pair.item(text, pair.features(text, 0)), deadline=DraftDeadline())
+    first = step_request(pair.item(text, pair.features(text, 0)), DraftDeadline())
     times = iter([0.0] * 3)
-    hasty = replace(
+    hasty = step_request(
         pair.item(text, pair.features(text, 0), 2, session=2),
-        deadline=DraftDeadline(1.0, lambda: next(times, 2.0)),
+        DraftDeadline(1.0, lambda: next(times, 2.0)),
     )
-    worker, name = pair.draft.service._worker, first.head.session_id
+    worker, name = pair.draft.service._worker, first.session_id
     assert run_step(worker, [first, hasty])[0] is Unfinished.CONTINUES
     drafted = [*text, *worker._unfinished[name].draft.token_ids]
     assert pair.draft.engine.length(name) == len(drafted) - 1
@@ -328,9 +336,9 @@ async def test_a_stream_that_breaks_leaves_no_page_of_guesses() -> None:
     async with running() as pair:
         worker = pair.draft.service._worker
         first, text = interrupted(pair, [*PROMPT, *PROMPT][: PAGE_SIZE - 1])
-        name = first.head.session_id
+        name = first.session_id
         assert pair.draft.engine.length(name) >= PAGE_SIZE
         worker.leave({name: False})
         assert name not in worker._unfinished
         assert pair.draft.engine.page_counts().num_evictable == 0
-        assert pair.draft.engine.attach("other", [*text, 0], first.head.tenant) == 0
+        assert pair.draft.engine.attach("other", [*text, 0], first.item.head.tenant) == 0

@@ -2,7 +2,7 @@
 operators: for verdicts, masks, features, drafts by models and heads, and look-ahead.
 `test_steps.py` says what cannot be seen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -21,9 +21,11 @@ from outrider.interfaces.messages import (
     DraftItem,
     ProposalReply,
     RoundHead,
+    RoundItem,
     VerdictReply,
     VerifyItem,
 )
+from outrider.replica.step_loop import Worker
 from outrider.replica.step_request import Answers
 from outrider.replica.token_budget import TokenBudget
 from outrider.speculation.draft_sampling import draw_from_logits
@@ -42,7 +44,7 @@ from target_service.verifier import Verifier
 from tests.support.constrained import CONSTRAINTS, grammar, grammars, hf_tokenizer
 from tests.support.fake_cuda import BACKEND, CUDA, VOCAB, DeviceWatch, fake_engine, to_device
 from tests.support.models import tiny_config, tiny_eagle3, tiny_module
-from tests.support.rounds import GREEDY, PENALISED, make_head, run_step
+from tests.support.rounds import GREEDY, PENALISED, make_head, run_step, step_request
 
 WARM = SamplingParams(temperature=0.8)
 FILTERED = SamplingParams(temperature=0.8, min_p=0.01, top_k=50, top_p=0.9)
@@ -81,10 +83,17 @@ def proposer(kind: str = "") -> Proposer:
 def head(
     tokens: tuple[int, ...], session: int, rule: Rule, sampling: SamplingParams, **more: Any
 ) -> RoundHead:
-    made = make_head(
-        tokens, more.pop("held", 0), session=session, rule=rule, sampling=sampling, **more
+    held = more.pop("held", 0)
+    return make_head(tokens, held, session=session, rule=rule, sampling=sampling, **more)
+
+
+def answers_to(worker: Worker[Any, Any], items: Sequence[RoundItem]) -> list[Any]:
+    """Of one step. All constraints are the schema."""
+    schema = grammar("schema") if any(one.head.constraint for one in items) else None
+    return run_step(
+        worker,
+        [step_request(one, grammar=schema if one.head.constraint else None) for one in items],
     )
-    return replace(made, compiled=grammar("schema")) if made.constraint is not None else made
 
 
 def proposal(rule: Rule, drafted: tuple[int, ...]) -> EncodedProposal:
@@ -116,7 +125,7 @@ def verdicts(
                 head(tokens, session, rule, sampling, held=held, round_index=held, **about)
                 for session in sessions
             ]
-            answers = run_step(worker, [VerifyItem(one, encoded, **of) for one in heads])
+            answers = answers_to(worker, [VerifyItem(one, encoded, **of) for one in heads])
             assert all(isinstance(answer, VerdictReply) for answer in answers), answers[0]
 
         step(0, EMPTY_ENCODED_PROPOSAL, prefix[:-1])
@@ -160,7 +169,7 @@ def drafts(
         ]
 
         def work() -> None:
-            answers = run_step(proposer(kind), [DraftItem(one, 2) for one in heads])
+            answers = answers_to(proposer(kind), [DraftItem(one, 2) for one in heads])
             assert all(isinstance(one, ProposalReply) for one in answers), answers[0]
             assert all(one.proposal.token_ids for one in answers)
 

@@ -120,6 +120,19 @@ async def test_completions_meet_their_constraint_and_end(
             assert rule.needs_q or texts[0] == texts[1]
 
 
+async def test_rounds_that_run_ahead_meet_the_constraint() -> None:
+    """Also those that a later item of the session allows."""
+    async with running(grammars(), None) as pair:
+        completion: list[int] = []
+        for index, num_known in ((0, 0), (3, 3)):
+            tokens = (*PROMPT, *completion[:num_known])
+            head = head_of(tokens, constraint=CONSTRAINTS["schema"], round_index=index)
+            replies = await pair.target.send(VerifyItem(head, run_ahead=4))
+            completion += [reply.verdict.correction[0] for reply in replies]
+            check_meets("schema", completion)
+        assert len(completion) == 8
+
+
 async def test_a_draft_with_masks_proposes_what_is_allowed_and_stops_at_the_end() -> None:
     async with running(grammars(), grammars()) as pair:
         whole = hf_tokenizer().encode("brown fox")

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coordinator.grpc_api import CoordinatorServicer
 from outrider import limits
 from outrider.errors import Overloaded, Unauthenticated
 from outrider.foundation.clock import run_virtually
@@ -20,7 +21,6 @@ from outrider.transport.server import (
     Context,
     RpcServer,
     ServerOptions,
-    Service,
     Serving,
     set_write_deadline,
 )
@@ -101,7 +101,7 @@ def test_few_messages_of_a_caller_arrive_at_a_time(monkeypatch: pytest.MonkeyPat
     run_virtually(main())
 
 
-class Told:
+class Told(CoordinatorServicer):
     """A servicer whose generations tell an event every 10 ms until they are left."""
 
     pause_s = 0.01
@@ -144,7 +144,7 @@ async def told() -> Told:
 
 @pytest.fixture
 async def address(told: Told) -> AsyncIterator[str]:
-    server = RpcServer([Service(COORDINATOR, told)], ServerOptions(guard=guard, reflection=False))
+    server = RpcServer([told.grpc_service], ServerOptions(guard=guard, reflection=False))
     await server.start()
     await server.set_serving(True)
     yield server.address
@@ -160,10 +160,10 @@ async def test_a_known_caller_beyond_its_rate_is_no_stranger(
         raise Overloaded("too many requests a minute")
 
     options = ServerOptions(guard=limited, reflection=False)
-    server = RpcServer([Service(COORDINATOR, told)], options)
+    server = RpcServer([told.grpc_service], options)
     await server.start()
     async with open_channel(server.address) as channel:
-        describing = channel.unary_unary(DESCRIBE)(b"")
+        describing = channel.unary_unary(DESCRIBE, None, None)(b"")
         assert await describing.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await describing.details() == "too many requests a minute"
     await server.stop()
@@ -218,7 +218,7 @@ async def test_a_long_message_of_too_many_fields_is_not_decoded(address: str) ->
     known = (("authorization", f"Bearer {KEY}"),)
     before = REFUSALS["message_fields"]
     async with open_channel(address) as channel:
-        generate = channel.unary_stream(GENERATE)
+        generate = channel.unary_stream(GENERATE, None, None)
         stop = [""] * (limits.GRPC_FIELDS_MAX + 1)
         short = generate(pb.GenerateRequest(stop=stop).SerializeToString(), metadata=known)
         assert await short.read()
@@ -248,7 +248,7 @@ async def test_a_stranger_who_takes_no_answers_keeps_nobody_out(
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         known = (("authorization", f"Bearer {KEY}"),)
         assert (await stub.Check(health_pb2.HealthCheckRequest(), metadata=known)).status
-        describe = channel.unary_unary(DESCRIBE)
+        describe = channel.unary_unary(DESCRIBE, None, None)
         assert pb.CoordinatorDescription.FromString(await describe(b"", metadata=known)).model
     async with open_channel(address) as channel:  # The stranger has gone.
         stub = health_pb2_grpc.HealthStub(channel)
@@ -300,7 +300,7 @@ async def test_a_client_that_takes_its_data_keeps_its_generation(
     loop = asyncio.get_running_loop()
     async with open_channel(address) as channel:
         metadata = (("authorization", f"Bearer {KEY}"),)
-        generating = channel.unary_stream(GENERATE)(b"", metadata=metadata)
+        generating = channel.unary_stream(GENERATE, None, None)(b"", metadata=metadata)
         until = loop.time() + 0.5
         while loop.time() < until:
             assert await generating.read()

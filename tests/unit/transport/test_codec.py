@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider import limits
@@ -21,10 +21,11 @@ from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import EncodedProposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.transport import codec, request_codec
-from outrider.transport.codec import DRAFT, VERIFY, from_proto, to_proto
+from outrider.transport.codec import DRAFT, VERIFY
+from outrider.transport.fields import from_proto, to_proto
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
-from tests.support.rounds import answer_message, item_message, make_head
+from tests.support.rounds import item_message, make_head
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -190,14 +191,18 @@ PROPOSAL_REPLIES = st.builds(
 )
 
 
+LONGEST = Verdict((0.5,) * limits.NUM_DRAFT_TOKENS_MAX, (1,) * (limits.NUM_DRAFT_TOKENS_MAX + 1))
+
+
 @given(verdict_replies() | RESYNCS | REFUSALS)
+@example(messages.VerdictReply(make_head((1,)).key, LONGEST, 3))
 def test_verify_answers_survive(answer: messages.VerifyAnswer) -> None:
-    assert VERIFY.answer_from_proto(answer_message(VERIFY, answer)) == answer
+    assert [*VERIFY.answers(VERIFY.answer_frame(answer))] == [answer]
 
 
 @given(PROPOSAL_REPLIES | RESYNCS | REFUSALS)
 def test_draft_answers_survive(answer: messages.DraftAnswer) -> None:
-    assert DRAFT.answer_from_proto(answer_message(DRAFT, answer)) == answer
+    assert [*DRAFT.answers(DRAFT.answer_frame(answer))] == [answer]
 
 
 def test_descriptions_survive() -> None:
@@ -344,9 +349,9 @@ PROPOSED = messages.ProposalReply(KEY, EncodedProposal((1,), b""), 3, 4)
 )
 def test_answers_that_cannot_be_are_refused(field: str, changed: dict[str, Any]) -> None:
     codec, answer = (DRAFT, PROPOSED) if field[0] == "p" else (VERIFY, VERDICT)
-    assert codec.answer_from_proto(answer_message(codec, answer)) == answer
+    assert [*codec.answers(codec.answer_frame(answer))] == [answer]
     with pytest.raises(BadRequest) as caught:
-        codec.answer_from_proto(answer_message(codec, replace(answer, **changed)))
+        next(codec.answers(codec.answer_frame(replace(answer, **changed))))
     assert caught.value.field == field
 
 

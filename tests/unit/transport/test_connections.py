@@ -161,7 +161,7 @@ async def test_a_caller_hears_that_the_link_is_closed() -> None:
     """And is not cancelled, although closing a channel raises this in its calls."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)
-        link = GrpcLink("target", f"127.0.0.1:{silent.getsockname()[1]}")
+        link = GrpcLink(VERIFY, f"127.0.0.1:{silent.getsockname()[1]}")
         asking = asyncio.create_task(link.describe(30.0))
         accepted, _ = await asyncio.get_running_loop().sock_accept(silent)
         await link.close()
@@ -177,7 +177,7 @@ async def test_few_releases_of_a_link_are_under_way_at_a_time(
 ) -> None:
     """Else thousands of sessions that end at once would delay the answers to all others."""
     monkeypatch.setattr(limits, "RELEASES_WAITING_MAX", 40)
-    link, released, running, most = GrpcLink("target", "127.0.0.1:1"), list[bytes](), 0, 0
+    link, released, running, most = GrpcLink(VERIFY, "127.0.0.1:1"), list[bytes](), 0, 0
 
     async def release(request: bytes, timeout: float) -> None:
         nonlocal running, most

@@ -1,4 +1,5 @@
-"""When a server gives up a client that does not take the messages of an answer."""
+"""Which rpcs a server answers, and when it gives up a client that does not take the messages of an
+answer."""
 
 import asyncio
 import time
@@ -8,8 +9,9 @@ from typing import Any, cast
 import pytest
 
 from outrider import limits
-from outrider.errors import Unavailable
-from outrider.transport.server import Context, _writing
+from outrider.errors import InvariantError, Unavailable
+from outrider.transport.codec import VERIFY
+from outrider.transport.server import Context, Service, _writing
 
 STUCK_S = 0.05
 
@@ -85,3 +87,8 @@ async def test_a_write_that_failed_no_longer_counts() -> None:
             await write(b"lost")
         await asyncio.sleep(1.5 * STUCK_S)
         await write(b"message")
+
+
+def test_each_rpc_of_a_service_is_answered() -> None:
+    with pytest.raises(InvariantError, match=r"the rpcs of outrider.v1.Target are .*Verify"):
+        Service(VERIFY.service, {})

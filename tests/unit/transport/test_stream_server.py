@@ -36,7 +36,7 @@ async def test_it_ends_when_its_caller_sends_no_more() -> None:
     async def frames() -> AsyncIterator[Any]:
         yield VERIFY.request.FromString(VERIFY.item_frame(ITEM))
 
-    assert [frame async for frame in server.stream(frames())] == []
+    assert [frame async for frame in server.stream(frames(), None)] == []
     assert (replica.items, replica.is_closed) == ([ITEM], True)
 
 

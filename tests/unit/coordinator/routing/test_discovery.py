@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.routing.discovery import READ_PERIOD_S, REFUSED_S, Discovery
+from coordinator.routing.discovery import READ_PERIOD_S, REFUSED_S, Discovery, Registered
 from coordinator.routing.replica_pool import ReplicaPool, SessionRoute
 from outrider.errors import Incompatible, LinkLost, StoreUnavailable, Unavailable
 from outrider.interfaces.messages import ReplicaDescription
@@ -42,7 +42,8 @@ class World:
         self.pool = ReplicaPool("target")
         self.pool.first = TOY
         self.drafts = ReplicaPool("draft", self.pool)
-        self.fleet = Discovery("a", self.pool, self.drafts, self.registry, self._link)
+        registered = Registered(self.registry, self._link, self._link)
+        self.fleet = Discovery("a", self.pool, self.drafts, registered)
         self.following = asyncio.create_task(self.fleet.run())
         self.prepared: dict[str, ScriptedLink] = {}
         """By address, links to use in place of ones that answer at once."""
@@ -52,7 +53,7 @@ class World:
         self.says: dict[str, ReplicaRecord] = {}
         """By name, records that differ from `record`."""
 
-    def _link(self, role: str, address: str) -> ScriptedLink:
+    def _link(self, address: str) -> ScriptedLink:
         link = self.prepared.get(address) or ScriptedLink()
         self.links.append((address, link))
         return link
