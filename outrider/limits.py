@@ -119,11 +119,11 @@ BATCHED_TOKENS_VLLM = 2048  # the same with vLLM; `vllm serve` has this default,
 BATCHED_TOKENS_MIN = 64  # enough for a round and a part of a prefix
 DRAFT_SUPPORT_ENTRIES = 64  # tokens that a draft keeps of its distribution q, the likeliest first
 DRAFT_SUPPORT_ENTRIES_MAX = 4096  # tokens that a distribution q in a message may have
-RUN_AHEAD_ROUNDS_MAX = 16  # rounds that a target may run without another request
+RUN_AHEAD_ROUNDS_MAX = 64  # rounds that a target may run without another request
 STREAM_INTERVAL_MS = 40  # between messages in plain decoding, by default (`--stream-interval-ms`)
 LOOP_LAG_MS_MAX = 500  # a longer delay of a coordinator's event loop counts as overload
 LOOP_LAG_CHECKS = 4  # requests are refused after this many overloads in a row; checked every 0.25 s
-MAILBOX_REPLIES_MAX = 64  # replies of one replica that may wait for one session
+MAILBOX_REPLIES_MAX = 128  # replies of one replica that may wait for one session
 
 HTTP_BODY_BYTES_MAX = 4 * 2**20
 HTTP_BODIES_BYTES_MAX = 64 * HTTP_BODY_BYTES_MAX  # of all bodies that are being validated

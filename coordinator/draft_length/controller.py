@@ -35,6 +35,9 @@ PRIOR_ROUNDS = 12.0
 """The prior of an average weighs as much as this many rounds."""
 CHOICE_ROUNDS = 4
 """Number of drafting rounds (K > 0) after which K is chosen again."""
+EARLY_ROUNDS = 8
+"""If rounds run ahead, what follows the planned rounds is decided when this many of them are left,
+so that the target need not wait. An earlier decision would know less."""
 KEPT_LOSS = 0.02
 """If the target's look-up drafts, a new K ends the rounds that run ahead. So K is kept if it loses
 at most this share of the rate of the best K, and `KEPT_CHANCE` holds."""
@@ -413,7 +416,8 @@ class LengthControl:
             and self._following is None
             and self._num_drafted >= CHOICE_ROUNDS
         )
-        if self._num_planned > is_early * self._controls.run_ahead_rounds:
+        num_early = min(EARLY_ROUNDS, self._controls.run_ahead_rounds)
+        if self._num_planned > is_early * num_early:
             return
         if self._fixed is not None:
             self._planned, self._num_planned = self._fixed, _ENDLESS

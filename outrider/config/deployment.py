@@ -363,7 +363,7 @@ class CoordinatorConfig(ServerConfig):
     """While the target verifies a round, the draft drafts the next round for this number of
     possible outcomes; 0 = no look-ahead. Unset = 16 if draft and target share neither cores nor a
     device, otherwise 0."""
-    run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 8
+    run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 32
     """Largest number of rounds that a target may run ahead of the coordinator: rounds without
     drafts, and rounds for which the target's look-up or head drafts."""
     lookup_on: Literal["coordinator", "target"] = "coordinator"

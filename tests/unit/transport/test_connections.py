@@ -205,7 +205,7 @@ async def test_few_releases_of_a_link_are_under_way_at_a_time(
 async def test_a_release_says_what_may_be_learned(
     monkeypatch: pytest.MonkeyPatch, learned: Prefix | None
 ) -> None:
-    link, service, name = GrpcLink("target", "127.0.0.1:1"), Mock(), "0" * 32
+    link, service, name = GrpcLink(VERIFY, "127.0.0.1:1"), Mock(), "0" * 32
     servicer = ReplicaServicer(service, VERIFY)
 
     async def release(request: bytes, timeout: float) -> None:
