@@ -317,11 +317,11 @@ class ReplicaNode(Node):
                 released.discard(message.work.session_id)
             receive(message)
 
-        def prepared(items: Sequence[Any]) -> Any:
-            if wrong := released.intersection(item.head.session_id for item in items):
+        def prepared(requests: Sequence[Any]) -> Any:
+            if wrong := released.intersection(request.session_id for request in requests):
                 found = f"{self.name} runs released sessions: {sorted(wrong)}"
                 world.hear_failure(InvariantError(found))
-            return prepare(items)
+            return prepare(requests)
 
         steps.receive, steps.worker.prepare = received, prepared
 
