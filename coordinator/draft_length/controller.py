@@ -39,8 +39,8 @@ EARLY_ROUNDS = 8
 """If rounds run ahead, what follows the planned rounds is decided when this many of them are left,
 so that the target need not wait. An earlier decision would know less."""
 KEPT_LOSS = 0.02
-"""If the target's look-up drafts, a new K ends the rounds that run ahead. So K is kept if it loses
-at most this share of the rate of the best K, and `KEPT_CHANCE` holds."""
+"""If the target's look-up or head drafts, a new K ends the rounds that run ahead. So K is kept if
+it loses at most this share of the rate of the best K, and `KEPT_CHANCE` holds."""
 KEPT_CHANCE = 0.05
 """Largest difference between the best `RoundLength.min_chance` and that of a K that is kept."""
 PLAIN_GAIN = 0.03
@@ -451,8 +451,12 @@ class LengthControl:
             return _Plan(_PLAIN)
         if self._tries_plain(best, plain):
             return _Plan(_PLAIN, PLAIN_TRIED_ROUNDS, ends=True)
-        if largest is not best and self._experience.spend(
-            best.rate * largest.seconds - largest.num_tokens
+        # A round that explores the planned K would only end the rounds that run ahead.
+        explores = not (keeps and planned.num_draft_tokens == largest.num_draft_tokens)
+        if (
+            explores
+            and largest is not best
+            and self._experience.spend(best.rate * largest.seconds - largest.num_tokens)
         ):
             return _Plan(largest, 1)
         rate = drafted[planned.num_draft_tokens - 1].rate

@@ -144,7 +144,16 @@ def test_a_choice_of_the_same_length_lets_the_target_run_on() -> None:
     assert max(set(run.asked), key=run.asked.count) == BOUND
     world.acceptance = 0.2
     world.play(control, 400, first_index=800)
-    assert world.play(control, 100, first_index=1200).asked.count(BOUND) < 5
+    assert world.play(control, 100, first_index=1200).asked.count(BOUND) < 10
+
+
+def test_a_length_that_is_used_already_is_not_explored() -> None:
+    """Each round of exploration would end the rounds that run ahead."""
+    world = World(acceptance=0.75, draft_s=0.0, by_target=True)
+    control = world.open()
+    world.play(control, 400)
+    run = world.play(control, 400, first_index=400)
+    assert run.num_ahead > 0.6 * len(run.lengths)
 
 
 def test_a_round_that_ran_ahead_took_as_long_as_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
