@@ -33,6 +33,8 @@ class TargetLookups:
         self._lessons: deque[Iterator[int]] = deque(maxlen=SEQUENCES_PER_REPLICA_MAX)
         """Outputs that are not or partly learned. Each yields a number of tokens when it has
         learned them. Beyond the limit, drops the oldest."""
+        self._lessons_waited = False
+        """Whether the last step that indexed texts had no time for the next lesson."""
 
     def propose(
         self,
@@ -61,7 +63,8 @@ class TargetLookups:
     ) -> None:
         """Indexes the committed tokens of a step's sessions, at most `INDEXED_PER_STEP_MAX` tokens
         in all. Must be called during the step, when the engine holds (`held`) the prefix that each
-        head states. The text that lacks the fewest tokens comes first, and lessons come last."""
+        head states. The text that lacks the fewest tokens comes first, and lessons come last, but
+        come first if they had to wait in the step before."""
         lacking: list[tuple[int, DraftRequest]] = []
         for head, sampling in texts:
             self._begin(head)
@@ -70,16 +73,23 @@ class TargetLookups:
                 tokens = held(head.session_id)
                 lacking.append((num, _request(head, sampling, tokens, tokens)))
         num_left = INDEXED_PER_STEP_MAX
+        if self._lessons_waited:
+            num_left = max(0, num_left - self._learn_next())
         for num, request in sorted(lacking, key=lambda entry: entry[0]):
-            self._drafter.index(request, num_left)
-            num_left -= min(num, num_left)
             if num_left == 0:
                 break
+            self._drafter.index(request, num_left)
+            num_left -= min(num, num_left)
+        self._lessons_waited = num_left == 0 and bool(self._lessons)
         while num_left > 0 and self._lessons:
-            num = next(self._lessons[0], 0)
-            num_left -= num
-            if num == 0:
-                self._lessons.popleft()
+            num_left -= self._learn_next()
+
+    def _learn_next(self) -> int:
+        """Learns a piece of the oldest lesson. Returns its number of tokens."""
+        num = next(self._lessons[0], 0)
+        if num == 0:
+            self._lessons.popleft()
+        return num
 
     def learn(self, session_id: str, held: TokenSequence, learned: Prefix) -> None:
         """Lets later steps learn the first tokens of a session that has ended, if they are among

@@ -46,8 +46,6 @@ class LookupDrafter:
         """`begin` makes an empty text for a request's session."""
         self._begin = begin
         self._texts: BoundedDict[str, Any] = BoundedDict(SEQUENCES_PER_REPLICA_MAX)
-        self.num_indexed = 0
-        """Number of tokens that were indexed so far. A token takes about 2 us."""
 
     def guess(self, request: DraftRequest) -> Guess:
         """Returns a guess. The session's grammar may forbid the guessed tokens."""
@@ -81,7 +79,6 @@ class LookupDrafter:
     def _extend(self, text: Any, request: DraftRequest, stop: int | None = None) -> None:
         start = len(text)
         text.extend(request.token_ids[start:stop])
-        self.num_indexed += len(text) - start
 
     def length(self, session_id: str) -> int:
         """Returns the number of the session's tokens that are indexed."""
