@@ -196,7 +196,7 @@ class SessionRun:
     def _learned(self) -> Prefix | None:
         """Returns what the target's look-up may learn: the tokens that the target holds, if the
         store has them and the session's end. None if nothing may be learned, for example because
-        the target has drafted for no round, or another session has this session's seed."""
+        another session has this session's seed."""
         session = self.session
         if not (self.is_recorded and self._draft.by_target):
             return None
@@ -352,7 +352,8 @@ class SessionRun:
         self._observer.answered(
             "target", verify_s, reply.queue_ms, reply.compute_ms, asked=self._target.was_asked
         )
-        self._draft.on_verdict(reply)
+        if not self._draft.on_verdict(reply):
+            self._target.recall()  # The target may go on with this proposal.
         proposal_ids = self._target.verified.token_ids
         if asked.drafted.by_target:
             num_asked = asked.drafted.num_asked if reply.has_looked_up else 0

@@ -330,10 +330,11 @@ class DraftClient(_ModelDrafts[DraftItem, DraftAnswer]):
         held = self._route.cached_length if self._reply is None else self._reply.cached_length
         return NextRoundRequest(features_from=max(0, held - 1))
 
-    def on_verdict(self, reply: VerdictReply) -> None:
+    def on_verdict(self, reply: VerdictReply) -> bool:
         is_newest = reply.features is not None or self._route.awaited is None
         if self._reads_features and is_newest:
             self._features = reply.features
+        return True
 
     def settle(self, common_length: int) -> None:
         if self._reply is not None:
@@ -511,9 +512,11 @@ class SelfDraftClient(_ModelDrafts[VerifyItem, VerifyAnswer]):
         self._wanted = NextRoundRequest(num_wanted, budget_us=budget)
         return self._wanted
 
-    def on_verdict(self, reply: VerdictReply) -> None:
+    def on_verdict(self, reply: VerdictReply) -> bool:
         proposal, num_wanted = reply.next_proposal, self._wanted.num_draft_tokens
-        self._reply = reply if proposal and self._is_fit(proposal, num_wanted) else None
+        is_fit = self._is_fit(proposal, num_wanted)
+        self._reply = reply if proposal and is_fit else None
+        return is_fit or not proposal
 
     def reject(self) -> None:
         self._is_rejected, self._reply, self._wanted = True, None, NO_NEXT_REQUEST

@@ -220,8 +220,10 @@ class Drafts:
         """Returns what the target should send with its verdict on a round of this `length`."""
         return NO_NEXT_REQUEST
 
-    def on_verdict(self, reply: VerdictReply) -> None:
-        """Takes a verdict, which may bring the extra data that `next_round_request` asked for."""
+    def on_verdict(self, reply: VerdictReply) -> bool:
+        """Takes a verdict, which may bring the extra data that `next_round_request` asked for.
+        Returns whether its proposal, if it has one, can be used for the next round."""
+        return True
 
     def settle(self, common_length: int) -> None:
         """Records a round's outcome. `common_length` is the number of tokens that were committed

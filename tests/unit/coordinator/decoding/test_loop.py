@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from coordinator.decoding.load_meter import LoadMeter
 from coordinator.decoding.loop import Entry, OutputQueue
@@ -19,8 +20,9 @@ from outrider.foundation.tokens import TokenSequence
 from outrider.interfaces.messages import VerifyItem
 from outrider.interfaces.request import GenerateRequest, RoundReport, Tokens
 from outrider.registry.registry import WINDOW_S, Figures
+from outrider.sessions.store import FinishReason
 from outrider.speculation.accept_reject import Origin
-from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal
+from outrider.speculation.proposal import EMPTY_ENCODED_PROPOSAL, EncodedProposal, Proposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import SILENT
 from target_service import lookups
@@ -148,18 +150,24 @@ async def test_the_coordinator_looks_up_for_targets_that_do_not(looks_up: bool) 
 
 
 @pytest.mark.virtual
-async def test_no_verdict_of_a_round_that_ran_ahead_counts_once_the_seed_is_repeated() -> None:
-    """Not even if the target has run the round, and its verdict is on the way."""
+@pytest.mark.parametrize("with_reports", [True, False])
+async def test_no_verdict_of_a_round_that_ran_ahead_counts_once_the_seed_is_repeated(
+    with_reports: bool,
+) -> None:
+    """Not even if the target has run the round, and its verdict is on the way. Without reports,
+    several verdicts are decided in one turn."""
     target = target_service(ToyEngine(4), lookup=NgramDrafter(), stream_interval_ms=100)
     made = Bench(target=target, fallback=OneToken(lambda _: None), **RESIDENT)
     async with running(made) as bench:
         for steps in range(20):
-            request = replace(LOOKED_UP, seed=steps, rule=Rule.TOKEN)
+            request = replace(LOOKED_UP, seed=steps, rule=Rule.TOKEN, include_rounds=with_reports)
             first = asyncio.create_task(bench.events(request))
             await asyncio.sleep((steps + 0.5) * STEP_S)
             await bench.events(replace(request, max_tokens=1))
-            proposed = [one.proposed_token_ids for one in reports(await first)]
+            events = await first
+            proposed = [one.proposed_token_ids for one in reports(events)]
             assert set(proposed[steps + 3 : -1]) <= {(1,)}
+            assert events[-1].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.virtual
@@ -240,3 +248,44 @@ async def test_plain_rounds_are_compared_with_the_look_up_that_would_draft(
     assert len(noted) > 2
     assert any(noted)
     assert own.guess.called is not by_target
+
+
+class HeadEngine(ToyEngine):
+    """A target with a feature for each row."""
+
+    num_sequences = 1
+
+    def forward(self, steps: Any) -> Any:
+        self.num_sequences = len(steps)
+        return super().forward(steps)
+
+    def features(self) -> Any:
+        return [torch.zeros(9, 1) for _ in range(self.num_sequences)]
+
+
+class UnfitHead:
+    """After some rounds, proposes a token more than was asked for."""
+
+    def __init__(self, engine: HeadEngine) -> None:
+        self.engine = engine
+        self._num_calls = 0
+
+    def propose(self, requests: Any, features: Any) -> list[Proposal]:
+        self._num_calls += 1
+        more = self._num_calls > 6
+        return [Proposal((1,) * (each.num_draft_tokens + more), ()) for each in requests]
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("run_ahead_rounds", [0, 8])
+async def test_a_round_that_ran_ahead_on_an_unfit_proposal_is_run_again(
+    run_ahead_rounds: int,
+) -> None:
+    engine: Any = HeadEngine(4, max_model_len=512)
+    head: Any = UnfitHead(engine)
+    target = target_service(engine, self_drafter=head, stream_interval_ms=100)
+    lookup = DraftConfig(model="model")
+    made = Bench(target=target, drafts={}, lookup=lookup, run_ahead_rounds=run_ahead_rounds)
+    async with running(made) as bench:
+        request = replace(LOOKED_UP, max_tokens=40, rule=Rule.COUPLED, include_rounds=False)
+        assert len(tokens_of(await bench.events(request))) == 40
