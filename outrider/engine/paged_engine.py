@@ -292,21 +292,25 @@ class PagedEngine(PagedSequences):
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
         num_tokens = sum(len(step.token_ids) for step in steps)
-        with self._threads.step(num_tokens, whole):
+        num_held = sum(self.length(step.sequence_id) for step in steps)
+        with self._threads.step(num_tokens, num_held, whole):
             return super()._run(run, steps, whole)
 
     def _use_fewer_threads(self) -> None:
         """Lets steps run on fewer threads from now on. Runs steps to find the short ones."""
+        free, longest = self.page_counts().num_free, self.info.max_model_len
 
         def run_step(num_tokens: int) -> None:
-            num = min(num_tokens, self._max_num_seqs)
+            num = min(num_tokens, self._max_num_seqs, free)
             names = [f"short-{index}" for index in range(num)]
             self.forward([SequenceStep(name, (0,) * (num_tokens // num), 1) for name in names])
             for name in names:
                 self.release(name)
 
-        free = self.page_counts().num_free
-        counts = [num for num in _SHORT_COUNTS if min(num, self._max_num_seqs) <= free]
+        page_tokens = min(PAGE_SIZE, longest)  # Each sequence fits into a page.
+        counts = [
+            num for num in _SHORT_COUNTS if num <= page_tokens * min(self._max_num_seqs, free)
+        ]
         short_tokens = find_short_tokens(counts, run_step)
         self._threads.use_fewer(short_tokens)
         if short_tokens:

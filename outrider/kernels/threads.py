@@ -61,6 +61,9 @@ SHORT_GAIN_S = 1e-3
 """A step is short if all threads make it at most this much faster than one thread. While other
 processes use the cores, a step on several threads waits for the slowest of them. With a tiny model
 on two busy cores, a step for 8 sessions took 12 ms on two threads, and 0.5 ms on one."""
+SHORT_HELD_MAX = 16_384
+"""A step whose sequences hold more tokens is not short, because attention takes too long. With two
+layers of width 64, one thread reads 16,384 tokens in 2 ms."""
 SHORT_TRIES = 5
 """Each measurement runs this many times. The shortest time counts, because other processes can only
 make steps slower."""
@@ -203,9 +206,10 @@ class StepThreads:
         self._contended = ContendedThreads(self._fewer, self._every)
         self._short_tokens = short_tokens
 
-    def step(self, num_tokens: int, whole: bool) -> AbstractContextManager[None]:
-        """Sets the number of threads for a step, which runs the whole model or only a part."""
-        if num_tokens <= self._short_tokens:
+    def step(self, num_tokens: int, num_held: int, whole: bool) -> AbstractContextManager[None]:
+        """Sets the number of threads for a step, which runs the whole model or only a part. Its
+        sequences hold `num_held` tokens, on which the new ones attend."""
+        if num_tokens <= self._short_tokens and num_held <= SHORT_HELD_MAX:
             return on_threads(1)
         if self._contended is None:
             return nullcontext()

@@ -256,8 +256,9 @@ def test_short_steps_run_on_one_thread_if_the_engine_may_use_fewer(
     assert found == counts
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
 def test_trying_short_steps_leaves_no_sequence_and_no_page(
-    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+    max_num_seqs: int, make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = list[int]()
 
@@ -268,7 +269,7 @@ def test_trying_short_steps_leaves_no_sequence_and_no_page(
         return counts[-1]
 
     monkeypatch.setattr(paged_engine, "find_short_tokens", find)
-    engine = make_engine(llama(), contended_threads=1)
-    assert tried[:4] == [1, 2, 4, 8]
+    engine = make_engine(llama(), contended_threads=1, max_num_seqs=max_num_seqs)
+    assert tried[:5] == [1, 2, 4, 8, 16]
     counts = engine.page_counts()
     assert counts.num_free + counts.num_evictable == counts.num_pages

@@ -14,9 +14,11 @@ from outrider.kernels.threads import (
     PROBE_STEPS,
     RETREAT_S,
     SHORT_GAIN_S,
+    SHORT_HELD_MAX,
     SHORT_S,
     SLOW_STEPS,
     ContendedThreads,
+    StepThreads,
     find_short_tokens,
 )
 
@@ -110,6 +112,19 @@ def test_a_step_that_is_long_on_one_thread_is_tried_once() -> None:
     engine = Engine(0.1, two=0.1)
     assert engine.short() == 0
     assert engine.alone == [1]
+
+
+def test_a_step_with_long_contexts_is_not_short() -> None:
+    torch.set_num_threads(2)
+    threads = StepThreads(1)
+    threads.use_fewer(8)
+    for num_tokens, num_held, expected in (
+        (8, SHORT_HELD_MAX, 1),
+        (9, SHORT_HELD_MAX, 2),
+        (8, SHORT_HELD_MAX + 1, 2),
+    ):
+        with threads.step(num_tokens, num_held, whole=True):
+            assert torch.get_num_threads() == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
