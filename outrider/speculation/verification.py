@@ -21,14 +21,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, groupby, islice
+from dataclasses import replace
+from itertools import chain, groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.errors import InvariantError, check
+from outrider.foundation.values import value
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.cuda_verdicts import give_up, has_kernels, judge_by_kernels
@@ -61,7 +62,7 @@ _PI_MIN = 1e-290
 as impossible, because a division by pi_n could overflow."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class VerifyInput:
     """The data that determine a verdict."""
 
@@ -145,15 +146,16 @@ def _by_likeliest(inputs: Sequence[VerifyInput]) -> list[Verdict]:
         for logits, each in zip(_host_logits(inputs), inputs, strict=True)
     ]
     largest = [largest_of_rows(joined_rows(run)) for run in adjacent_runs(parts)]
-    token_ids = chain.from_iterable(ids for ids, _ in largest)
-    maxima = chain.from_iterable(values for _, values in largest)
-    verdicts = []
+    token_ids = [token_id for ids, _ in largest for token_id in ids]
+    is_usable = [math.isfinite(logit) for _, logits in largest for logit in logits]
+    verdicts, end = [], 0
     for each in inputs:
-        drafted, num_rows = each.proposal.token_ids, len(each.proposal) + 1
-        own = tuple(islice(token_ids, num_rows))
-        accept = tuple(float(mine == its) for mine, its in zip(own[:-1], drafted, strict=True))
-        is_usable = [math.isfinite(value) for value in islice(maxima, num_rows)]
-        verdicts.append(usable_verdict(Verdict(accept, own), is_usable, drafted, each.noise))
+        drafted = each.proposal.token_ids
+        start, end = end, end + len(drafted) + 1
+        own = tuple(token_ids[start:end])
+        accept = tuple([float(mine == its) for mine, its in zip(own[:-1], drafted, strict=True)])
+        verdict = Verdict(accept, own)
+        verdicts.append(usable_verdict(verdict, is_usable[start:end], drafted, each.noise))
     return verdicts
 
 
@@ -166,7 +168,7 @@ def _by_weights(inputs: Sequence[VerifyInput]) -> list[Verdict]:
     for params, run in groupby(zip(inputs, logits, strict=True), lambda pair: pair[0].params):
         parts = [adjusted_logits(own, params, each.history) for each, own in run]
         for few in chain.from_iterable(
-            joined_rows(near).split(at_once) for near in adjacent_runs(parts)
+            torch.split(joined_rows(near), at_once) for near in adjacent_runs(parts)
         ):
             write_weights(few, params, weights[first : first + len(few)])
             first += len(few)
