@@ -58,8 +58,7 @@ for 1 to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSequence:
+class HeldSequence(NamedTuple):
     """One sequence of a step."""
 
     step: SequenceStep
