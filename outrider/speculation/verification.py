@@ -82,29 +82,25 @@ def verdicts_from_logits(inputs: Sequence[VerifyInput]) -> list[Verdict]:
     `InvariantError` if rows, proposal and rule do not fit together, if a draft token is outside its
     q, or if the first row of logits is unusable: it has NaN or +inf, or only -inf. If a later row
     is unusable, see `usable_verdict`."""
+    by_kernels = bool(inputs) and _use_kernels(inputs[0].logits)
     groups: dict[Callable[[Sequence[VerifyInput]], list[Verdict]], list[int]] = {}
     for index, verify_input in enumerate(inputs):
-        shape, rule, num = (
-            verify_input.logits.shape,
-            verify_input.noise.rule,
-            len(verify_input.proposal),
-        )
+        rule, num = verify_input.noise.rule, len(verify_input.proposal)
+        shape = verify_input.logits.shape
         if len(shape) != 2 or shape[0] != num + 1 or shape[1] == 0:
             raise InvariantError(f"{num} draft tokens do not fit rows of shape {tuple(shape)}")
         if rule.needs_q and len(verify_input.proposal.q) != num:
             raise InvariantError(f"rule {rule.value} needs q for each of {num} tokens")
-        groups.setdefault(_way(verify_input), []).append(index)
+        by_rule = _by_likeliest if rule is Rule.GREEDY else _by_weights
+        groups.setdefault(_by_kernels if by_kernels else by_rule, []).append(index)
     verdicts: dict[int, Verdict] = {}
     for way, indices in groups.items():
         verdicts |= zip(indices, way([inputs[index] for index in indices]), strict=True)
     return [verdicts[index] for index in range(len(inputs))]
 
 
-def _way(verify_input: VerifyInput) -> Callable[[Sequence[VerifyInput]], list[Verdict]]:
-    logits = verify_input.logits
-    if has_kernels(logits.device) and logits.dtype != torch.float64:
-        return _by_kernels
-    return _by_likeliest if verify_input.noise.rule is Rule.GREEDY else _by_weights
+def _use_kernels(logits: Tensor) -> bool:
+    return has_kernels(logits.device) and logits.dtype != torch.float64
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
