@@ -67,7 +67,8 @@ class HeadEngine(PagedSequences):
 
 
 def _but_last(held: HeldSequence) -> HeldSequence:
-    return replace(held, step=held.step._replace(token_ids=held.step.token_ids[:-1], num_logits=0))
+    step = held.step._replace(token_ids=held.step.token_ids[:-1], num_logits=0)
+    return held._replace(step=step)
 
 
 def _last(held: HeldSequence) -> HeldSequence:

@@ -52,7 +52,7 @@ class RunAheads(Continuation[VerifyItem]):
             if len(self.sessions) >= SEQUENCES_PER_REPLICA_MAX:
                 idle = (name for name, run in self.sessions.items() if run.request is None)
                 self._end(next(idle, next(iter(self.sessions))), steps, refuses=True)
-            self.sessions[session_id] = RunAhead(work)
+            self.sessions[session_id] = RunAhead(work, self._eos_token_ids)
         steps.enqueue(work)
 
     def answered(
@@ -65,7 +65,7 @@ class RunAheads(Continuation[VerifyItem]):
         if not isinstance(answer, VerdictReply):
             del self.sessions[work.session_id]
             return None, 0.0  # The coordinator must act on this answer.
-        held_s = self._held_s if ahead.add(answer, self._eos_token_ids) else 0.0
+        held_s = self._held_s if ahead.add(answer) else 0.0
         then = ahead.next_request(now, self._length_max)
         # Without a next round, no further verdict comes soon.
         return then, 0.0 if then is None else held_s
@@ -130,11 +130,11 @@ class RunAhead:
     | --- | --- | --- |
     | `item.head.round + j` | `_starts[j].length` | `replies[j]`, once it is known |"""
 
-    def __init__(self, work: StepRequest[VerifyItem]) -> None:
+    def __init__(self, work: StepRequest[VerifyItem], eos_token_ids: Collection[int]) -> None:
         self.request: StepRequest[VerifyItem] | None = work  # the round that waits or runs
         self.replies: list[VerdictReply] = []
-        self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
-        self._grammar = work.grammar
+        self._eos_token_ids = eos_token_ids
+        self._take(work)
         head = work.item.head
         # Where the first round begins, and each round after a reply.
         self._starts = [
@@ -146,6 +146,15 @@ class RunAhead:
         self._foreseen: VerifyItem | None = None
         self._num_probe_tokens = 0
         """`VerifyItem.num_probe_tokens` of the next round that is formed."""
+
+    def _take(self, work: StepRequest[VerifyItem]) -> None:
+        self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
+        self._grammar, self._length = work.grammar, work.item.head.committed_length
+        sampling = work.item.head.sampling
+        self._ends = set(() if sampling is None else sampling.stop_token_ids)
+        """The tokens that end the completion."""
+        if not work.item.ignores_eos:
+            self._ends.update(self._eos_token_ids)
 
     @property
     def _last_round(self) -> int:
@@ -183,12 +192,11 @@ class RunAhead:
         tokens than have room before its last token. It leaves room for one token or more, so the
         next round has no more than have room before the last two tokens."""
         item = self._item
-        room = _Room(item.num_tokens_left, item.num_lookup_tokens, item.num_next_draft_tokens)
-        if room.num_tokens_left == 0:
-            return room
-        left = max(0, room.num_tokens_left - (length - item.head.committed_length))
-        num_lookup = min(room.num_lookup_tokens, max(0, left - 1))
-        return _Room(left, num_lookup, min(room.num_next_draft_tokens, max(0, left - 2)))
+        num_lookup, num_next = item.num_lookup_tokens, item.num_next_draft_tokens
+        if item.num_tokens_left == 0:
+            return _Room(0, num_lookup, num_next)
+        left = max(0, item.num_tokens_left - (length - self._length))
+        return _Room(left, min(num_lookup, max(0, left - 1)), min(num_next, max(0, left - 2)))
 
     def extend(self, work: StepRequest[VerifyItem]) -> list[VerdictReply]:
         """Replaces the item of this run-ahead by that of `work`, which must satisfy `continues`.
@@ -201,13 +209,12 @@ class RunAhead:
         del self._starts[:rounds]
         self._foreseen = None
         self._num_probe_tokens = work.item.num_probe_tokens or self._num_probe_tokens
-        self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
-        self._grammar = work.grammar
+        self._take(work)
         if self.request is not None:
             self.request.sender = work.sender
         return list(self.replies) if may_be_lost else []
 
-    def add(self, reply: VerdictReply, eos_token_ids: Collection[int]) -> bool:
+    def add(self, reply: VerdictReply) -> bool:
         """Adds the verdict of the newest round. Returns whether it may wait for further verdicts.
         The first verdict may not wait. Nor may the middle verdict, because it makes the coordinator
         ask for more rounds."""
@@ -223,17 +230,12 @@ class RunAhead:
         end = start.length + len(token_ids)
         proposal, left = reply.next_proposal, 0
         if item.num_tokens_left:
-            left = item.num_tokens_left - (end - item.head.committed_length)
+            left = item.num_tokens_left - (end - self._length)
             proposal = proposal.cut(max(0, left - 1))
         self._starts.append(_Start(end, extend_digest(before, newest), newest, before, proposal))
-        stops = item.head.params().stop_token_ids
         is_full = item.num_tokens_left > 0 and left <= 0
         has_no_draft = item.num_next_draft_tokens > 0 and not reply.next_proposal
-        self._is_over = is_full or has_no_draft
-        self._is_over |= any(
-            token_id in stops or (token_id in eos_token_ids and not item.ignores_eos)
-            for token_id in token_ids
-        )
+        self._is_over = is_full or has_no_draft or not self._ends.isdisjoint(token_ids)
         return may_wait
 
     def foresee(self, length_max: int) -> VerifyItem | None:
@@ -242,7 +244,7 @@ class RunAhead:
         no further round."""
         rounds, start = len(self.replies) + 1, self._starts[-1]
         item = self._item
-        is_last = item.num_tokens_left == 1 + start.length - item.head.committed_length
+        is_last = item.num_tokens_left == 1 + start.length - self._length
         drafts = item.num_lookup_tokens or item.num_next_draft_tokens or start.proposal
         if rounds <= item.run_ahead and start.length < length_max and not (is_last or drafts):
             end = _Start(start.length + 1, EMPTY_DIGEST, _UNKNOWN, start.digest)

@@ -330,20 +330,21 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
         if item.audit:
             rows = masked_logits(logits[:-1].cpu(), work.verify_input.masks[:-1])
             audited = audit(rows, proposal.token_ids, work.sampling, work.history)
-        held = self._engine.tokens(work.head.session_id)
-        cached_length, prefix_digest = len(held), held.digest(work.head.committed_length)
-        expected = work.head.committed_length + len(proposal)
+        head = item.head
+        held, length = self._engine.tokens(head.session_id), head.committed_length
+        cached_length, prefix_digest = len(held), held.digest(length)
+        expected = length + len(proposal)
         if cached_length != expected:
             raise InvariantError(f"{cached_length} slots are held, not {expected}")
         return VerdictReply(
-            work.head.key,
+            head.key,
             verdict,
             cached_length,
             logprobs,
             looked_up=() if item.proposal.token_ids else proposal.token_ids,
             has_looked_up=work.has_looked_up,
             probed=work.probed,
-            committed_length=work.head.committed_length,
+            committed_length=length,
             prefix_digest=prefix_digest,
             proposal_digest=digest_after(prefix_digest, proposal.token_ids),
             audit=audited,
@@ -457,7 +458,7 @@ def _features_wanted(rounds: Sequence[_Round], width: int) -> list[tuple[_Round,
 def _verdicts(inputs: Sequence[VerifyInput]) -> list[Verdict | OutriderError]:
     if not inputs:
         return []
-    num, num_rows = len(inputs), sum(len(verify_input.logits) for verify_input in inputs)
+    num, num_rows = len(inputs), sum([len(each.proposal) + 1 for each in inputs])
     if num_rows <= _ROWS_AT_ONCE[inputs[0].logits.device.type] or num == 1:
         try:
             return [*verdicts_from_logits(inputs)]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -57,8 +58,7 @@ for 1 to 32 rows."""
 _Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSequence:
+class HeldSequence(NamedTuple):
     """One sequence of a step."""
 
     step: SequenceStep
@@ -88,16 +88,22 @@ class HeldStep:
 
     @cached_property
     def rows(self) -> StepRows:
-        parts = []
-        row = 0
-        for held in self.sequences:
-            step, num = held.step, len(held.step.token_ids)
-            positions = np.arange(held.length, held.length + num)
-            row += num
-            wanted = np.arange(row - step.num_logits, row)
-            slots = slots_at(held.pages, positions, self.page_size)
-            parts.append((np.array(step.token_ids), positions, slots, wanted))
-        return StepRows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+        size, sequences = self.page_size, [(held.step, held) for held in self.sequences]
+        token_ids = np.array([v for step, _ in sequences for v in step.token_ids])
+        # Of each sequence, the pages from that of its first new token on.
+        pages = [held.pages[held.length // size :] for _, held in sequences]
+        nums, lengths, num_wanted, num_pages = np.array(
+            [
+                (len(step.token_ids), held.length, step.num_logits, len(own))
+                for (step, held), own in zip(sequences, pages, strict=True)
+            ]
+        ).T
+        ends, page_ends, wanted_ends = nums.cumsum(), num_pages.cumsum(), num_wanted.cumsum()
+        positions = np.arange(len(token_ids)) + (lengths + nums - ends).repeat(nums)
+        places = positions // size + (page_ends - num_pages - lengths // size).repeat(nums)
+        slots = np.array([*chain.from_iterable(pages)])[places] * size + positions % size
+        wanted = np.arange(wanted_ends[-1]) + (ends - wanted_ends).repeat(num_wanted)
+        return StepRows(token_ids, positions, slots, wanted)
 
 
 @dataclass(frozen=True, slots=True)

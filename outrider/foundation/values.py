@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from dataclasses import dataclass as value
 else:
 
-    def value(*, frozen: bool, slots: bool) -> Any:
+    def value(*, frozen: bool, slots: bool, eq: bool = True) -> Any:
         """Like `dataclass`, but only the type checker enforces `frozen`. If Python enforced
         `frozen`, `__init__` of 16 fields would take 1.7 us instead of 0.3 us."""
-        return dataclass(slots=slots, unsafe_hash=frozen)
+        return dataclass(slots=slots, eq=eq, unsafe_hash=frozen and eq)
 
 
 def replaced(given: T, **changes: object) -> T:

@@ -284,7 +284,7 @@ class Admission:
         if head.constraint is None:
             num_tokens, info = head.committed_length - head.prompt_length, self._engine.info
             return allowed_by_min_tokens(
-                head.params(), num_tokens, info.eos_token_ids, info.vocab_size
+                work.sampling, num_tokens, info.eos_token_ids, info.vocab_size
             )
         if self._matchers is None or work.grammar is None:
             raise Incompatible(f"{head.constraint.kind}: this target has no tokenizer")

@@ -353,11 +353,10 @@ def masked_logits(
 ) -> Tensor:
     """A copy of `logits` ([R, V], or [R, N] with a `vocabulary` of N tokens) with -inf for
     forbidden tokens. `masks` has each row's mask, or None. If all are None, returns `logits`."""
-    wanted = [row for row, mask in enumerate(masks) if mask is not None]
     given = [mask for mask in masks if mask is not None]
     if not given:
         return logits
-    width = logits.shape[1]
+    wanted, width = [row for row, mask in enumerate(masks) if mask is not None], logits.shape[1]
     flags = np.stack([~_flags(mask, width, vocabulary) for mask in given])
     masked, forbidden = logits.clone(), torch.from_numpy(flags).to(logits.device)
     if len(wanted) == len(masked):

@@ -97,6 +97,8 @@ class EncodedProposal:
         if len(self) > NUM_DRAFT_TOKENS_MAX:
             reason = f"has {len(self)} tokens; at most {NUM_DRAFT_TOKENS_MAX} are verified"
             raise BadRequest("proposal.token_ids", reason)
+        if not (self.token_ids or self.q):
+            return EMPTY_PROPOSAL
         return Proposal(self.token_ids, decode_q(self.q, self.token_ids))
 
 

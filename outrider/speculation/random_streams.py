@@ -22,7 +22,7 @@ may use positions, because its draw is the target's own draw, whatever was draft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import repeat
 from struct import pack, unpack
@@ -104,21 +104,19 @@ class RoundNoise:
 def verdict_keys(noises: Sequence[RoundNoise], sizes: Sequence[int]) -> RowKeys:
     """The keys for the rows of each round's verdict, one round after another. `sizes` has K + 1 for
     each round. Row n draws the token after n draft tokens."""
-    ends = np.cumsum(sizes).astype(np.uint64)
-    starts = ends - np.array(sizes, dtype=np.uint64)
-    index = np.arange(sum(sizes), dtype=np.uint64) - starts.repeat(sizes)
-
-    def rows(values: Iterable[int]) -> RowKeys:
-        return np.repeat(np.array([*values], dtype=np.uint64), sizes)
-
-    seed = rows(noise.seed for noise in noises)
-    committed = rows(noise.committed_length for noise in noises)
-    absolute = np.repeat([noise.rule.absolute_noise for noise in noises], sizes)
+    ends = np.cumsum(sizes, dtype=np.uint64).repeat(sizes)
+    num_left = ends - np.arange(len(ends), dtype=np.uint64)  # the rows from this one on
+    given = [
+        (each.seed, each.committed_length, each.residual_stream, each.rule.absolute_noise, num)
+        for each, num in zip(noises, sizes, strict=True)
+    ]
+    rows = np.array(given, dtype=np.uint64).repeat(sizes, axis=0)
+    seed, committed, residual, is_absolute, num = rows.T
+    index, absolute = num - num_left, is_absolute.astype(np.bool_)
     position, mask, half = committed + index, np.uint64(WORD_MASK), np.uint64(32)
     a = np.where(absolute, position & mask, committed)
     b = np.where(absolute, position >> half, np.uint64(INDEX_TAG) | index)
-    residual = rows(noise.residual_stream for noise in noises)
-    stream = np.where(index + np.uint64(1) < rows(sizes), residual, np.uint64(Stream.TARGET))
+    stream = np.where(num_left > 1, residual, np.uint64(Stream.TARGET))
     return np.stack([a, b, stream, seed & mask, seed >> half], axis=1)
 
 

@@ -23,12 +23,12 @@ class Rule(StrEnum):
     COUPLED = "coupled"
     GREEDY = "greedy"
 
-    @property
+    @cached_property
     def absolute_noise(self) -> bool:
         """Whether noise depends on absolute positions, and not on rounds."""
         return self in (Rule.COUPLED, Rule.GREEDY)
 
-    @property
+    @cached_property
     def needs_q(self) -> bool:
         """Whether verdicts depend on the draft's distributions."""
         return self in (Rule.TOKEN, Rule.BLOCK)
@@ -70,16 +70,16 @@ class SamplingParams:
     stop_token_ids: StopTokenIds[tuple[int, ...]] = ()
     """Tokens that end the completion, like EOS."""
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         return self.temperature < limits.GREEDY_TEMPERATURE
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         """Whether a penalty makes the transforms depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
-    @property
+    @cached_property
     def filtered(self) -> bool:
         """Whether top-k, top-p or min-p may drop unlikely tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0

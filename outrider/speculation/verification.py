@@ -21,14 +21,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from dataclasses import replace
+from itertools import chain, groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.errors import InvariantError, check
+from outrider.foundation.values import value
 from outrider.grammar.token_mask import TokenMask
 from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.cuda_verdicts import give_up, has_kernels, judge_by_kernels
@@ -50,6 +51,10 @@ from outrider.speculation.random_streams import RoundNoise
 from outrider.speculation.sampling_params import NO_HISTORY, Rule, SamplingParams, TokenHistory
 
 _log = logging.getLogger(__name__)
+_NUMBERS_AT_ONCE = 2**17
+"""Rows with equal parameters become weights together, up to this many numbers, which fit into a
+core's cache. So 32 rows of 256 logits take 0.6 ms instead of 1.05 ms (temperature 0.8). All at
+once, 32 rows of 50,000 logits would take 4.8 ms instead of 3.4 ms."""
 _NEARLY_EMPTY = 1e-4
 """A row is checked for emptiness if subtracting q leaves at most this share of its mass."""
 _PI_MIN = 1e-290
@@ -57,7 +62,7 @@ _PI_MIN = 1e-290
 as impossible, because a division by pi_n could overflow."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class VerifyInput:
     """The data that determine a verdict."""
 
@@ -77,29 +82,25 @@ def verdicts_from_logits(inputs: Sequence[VerifyInput]) -> list[Verdict]:
     `InvariantError` if rows, proposal and rule do not fit together, if a draft token is outside its
     q, or if the first row of logits is unusable: it has NaN or +inf, or only -inf. If a later row
     is unusable, see `usable_verdict`."""
+    by_kernels = bool(inputs) and _use_kernels(inputs[0].logits)
     groups: dict[Callable[[Sequence[VerifyInput]], list[Verdict]], list[int]] = {}
     for index, verify_input in enumerate(inputs):
-        shape, rule, num = (
-            verify_input.logits.shape,
-            verify_input.noise.rule,
-            len(verify_input.proposal),
-        )
+        rule, num = verify_input.noise.rule, len(verify_input.proposal)
+        shape = verify_input.logits.shape
         if len(shape) != 2 or shape[0] != num + 1 or shape[1] == 0:
             raise InvariantError(f"{num} draft tokens do not fit rows of shape {tuple(shape)}")
         if rule.needs_q and len(verify_input.proposal.q) != num:
             raise InvariantError(f"rule {rule.value} needs q for each of {num} tokens")
-        groups.setdefault(_way(verify_input), []).append(index)
+        by_rule = _by_likeliest if rule is Rule.GREEDY else _by_weights
+        groups.setdefault(_by_kernels if by_kernels else by_rule, []).append(index)
     verdicts: dict[int, Verdict] = {}
     for way, indices in groups.items():
         verdicts |= zip(indices, way([inputs[index] for index in indices]), strict=True)
     return [verdicts[index] for index in range(len(inputs))]
 
 
-def _way(verify_input: VerifyInput) -> Callable[[Sequence[VerifyInput]], list[Verdict]]:
-    logits = verify_input.logits
-    if has_kernels(logits.device) and logits.dtype != torch.float64:
-        return _by_kernels
-    return _by_likeliest if verify_input.noise.rule is Rule.GREEDY else _by_weights
+def _use_kernels(logits: Tensor) -> bool:
+    return has_kernels(logits.device) and logits.dtype != torch.float64
 
 
 def try_kernels(logits: Tensor, token_ids: Sequence[int] = ()) -> None:
@@ -141,15 +142,16 @@ def _by_likeliest(inputs: Sequence[VerifyInput]) -> list[Verdict]:
         for logits, each in zip(_host_logits(inputs), inputs, strict=True)
     ]
     largest = [largest_of_rows(joined_rows(run)) for run in adjacent_runs(parts)]
-    token_ids = chain.from_iterable(ids for ids, _ in largest)
-    maxima = chain.from_iterable(values for _, values in largest)
-    verdicts = []
+    token_ids = [token_id for ids, _ in largest for token_id in ids]
+    is_usable = [math.isfinite(logit) for _, logits in largest for logit in logits]
+    verdicts, end = [], 0
     for each in inputs:
-        drafted, num_rows = each.proposal.token_ids, len(each.proposal) + 1
-        own = tuple(islice(token_ids, num_rows))
-        accept = tuple(float(mine == its) for mine, its in zip(own[:-1], drafted, strict=True))
-        is_usable = [math.isfinite(value) for value in islice(maxima, num_rows)]
-        verdicts.append(usable_verdict(Verdict(accept, own), is_usable, drafted, each.noise))
+        drafted = each.proposal.token_ids
+        start, end = end, end + len(drafted) + 1
+        own = tuple(token_ids[start:end])
+        accept = tuple([float(mine == its) for mine, its in zip(own[:-1], drafted, strict=True)])
+        verdict = Verdict(accept, own)
+        verdicts.append(usable_verdict(verdict, is_usable[start:end], drafted, each.noise))
     return verdicts
 
 
@@ -158,9 +160,14 @@ def _by_weights(inputs: Sequence[VerifyInput]) -> list[Verdict]:
     rows = ProposalRows([(each.proposal, each.noise) for each in inputs])
     dtype = torch.float64 if logits[0].dtype == torch.float64 else torch.float32
     weights = torch.empty((rows.num_rows, whole_blocks(logits[0].shape[1])), dtype=dtype)
-    parts = torch.split(weights, rows.sizes.tolist())
-    for each, own, part in zip(inputs, logits, parts, strict=True):
-        write_weights(adjusted_logits(own, each.params, each.history), each.params, part)
+    first, at_once = 0, max(1, _NUMBERS_AT_ONCE // weights.shape[1])
+    for params, run in groupby(zip(inputs, logits, strict=True), lambda pair: pair[0].params):
+        parts = [adjusted_logits(own, params, each.history) for each, own in run]
+        for few in chain.from_iterable(
+            torch.split(joined_rows(near), at_once) for near in adjacent_runs(parts)
+        ):
+            write_weights(few, params, weights[first : first + len(few)])
+            first += len(few)
     return rows.verdicts(judge(weights, rows))
 
 

@@ -12,6 +12,7 @@ In spans up to the length that `find_span_tokens` returns, a token's attention h
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -304,9 +305,10 @@ class FusedSteps(Steps):
                 starts.append(row + done)
                 ends.append(held.length + done)
                 spans.append(held.pages)
-        table = np.zeros((len(spans), max(map(len, spans))), dtype=np.int32)
-        for entry, pages in zip(table, spans, strict=True):
-            entry[: len(pages)] = pages
+        counts = np.array([*map(len, spans)])[:, None]
+        is_held = np.arange(counts.max()) < counts
+        table = np.zeros(is_held.shape, dtype=np.int32)
+        table[is_held] = [*chain.from_iterable(spans)]
         first, last = (torch.tensor(values, dtype=torch.int32) for values in (starts, ends))
         kernels, sizes = self._decoder.kernels, self._decoder.sizes
         windows = self._decoder.windows

@@ -450,7 +450,7 @@ async def test_a_round_without_a_next_proposal_is_the_last_one_ahead() -> None:
 )
 def test_rounds_ahead_answer_no_item_with_other_settings(changes: dict[str, Any]) -> None:
     first = question(proposal=EncodedProposal((4,)))
-    ahead = RunAhead(StepRequest(first, AnswerSender(lambda _: None), 0.0, 1.0))
+    ahead = RunAhead(StepRequest(first, AnswerSender(lambda _: None), 0.0, 1.0), ())
     assert ahead.continues(first)
     assert not ahead.continues(replace(first, **changes))
 
