@@ -88,6 +88,7 @@ SHAPES = {
     "deadline",
     "constraint",
     "deadline_error",
+    "learned",
 }
 SEEDS_FOR_ALL = 400
 P_VALUE_MIN = 1e-6
