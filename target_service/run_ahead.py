@@ -163,16 +163,18 @@ class RunAhead:
     def continues(self, item: VerifyItem) -> bool:
         """Whether this run-ahead can answer `item`. The item must ask for a round with a known
         verdict or for the next round, with the same prefix, proposal and parameters. The item must
-        also allow all rounds that this run-ahead allows. Otherwise the item's coordinator could get
-        more verdicts than it asked for."""
+        also allow all rounds that this run-ahead allows and that have room. Otherwise the item's
+        coordinator could get more verdicts than it asked for."""
         own, other = self._item.head, item.head
         rounds = other.round - own.round
         if not 0 <= rounds < len(self._starts):
             return False
-        start = self._starts[rounds]
+        start, num_ahead = self._starts[rounds], self._last_round - other.round
+        if item.num_tokens_left:
+            num_ahead = min(num_ahead, item.num_tokens_left - 1)
         return (
             item.proposal == start.proposal
-            and other.round + item.run_ahead >= self._last_round
+            and item.run_ahead >= num_ahead
             and start.length == other.committed_length
             and start.digest == other.committed_digest
             and self._room(start.length)

@@ -2,6 +2,7 @@
 coordinator would ask for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +13,13 @@ from outrider.drafters.lookup import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.foundation.tokens import ContinuedTokens, TokenSequence
 from outrider.interfaces.messages import Prefix, Resync, VerdictReply, VerifyItem
+from outrider.replica.step_request import AnswerSender, StepRequest
+from outrider.speculation.accept_reject import Verdict
 from outrider.speculation.proposal import EncodedProposal, Proposal
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service import lookups
 from target_service.lookups import TargetLookups
+from target_service.run_ahead import RunAhead
 from tests.support.rounds import RULES, Replica, make_head, outcome_of, session_name
 from tests.support.toy_engine import ToyEngine
 
@@ -321,6 +325,22 @@ def test_what_is_to_learn_waits_for_texts_of_one_step(monkeypatch: pytest.Monkey
         found.index([(new, SamplingParams())], held.__getitem__)
         assert least <= drafter.length(new.session_id) <= most
         assert (drafter._history.of("") is not None) is has_learned
+
+
+@pytest.mark.parametrize(("run_ahead", "continues"), [(1, False), (2, True), (4, True)])
+def test_an_item_must_allow_only_the_rounds_ahead_that_have_room(
+    run_ahead: int, continues: bool
+) -> None:
+    """Draft tokens were accepted, so fewer rounds have room than were allowed. If the target began
+    again with the coordinator's item, it would answer some rounds twice, perhaps differently."""
+    first = question(PROMPT, num_lookup_tokens=1, num_tokens_left=5, run_ahead=4)
+    ahead = RunAhead(StepRequest(first, AnswerSender(lambda _: None), 0.0, 1.0), ())
+    accepted = Verdict((1.0,), (2, 3))
+    ahead.add(VerdictReply(first.head.key, accepted, len(PROMPT) + 1, looked_up=(2,)))
+    text = (*PROMPT, 2, 3)
+    asked = question(text, base=len(text) - 1, round_index=1)
+    asked = replace(asked, num_lookup_tokens=1, num_tokens_left=3, run_ahead=run_ahead)
+    assert ahead.continues(asked) is continues
 
 
 async def test_a_round_after_what_the_target_takes_for_the_end_is_answered() -> None:
