@@ -291,6 +291,8 @@ class PagedEngine(PagedSequences):
     def _run(
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
+        if not self._threads.varies:
+            return super()._run(run, steps, whole)
         num_tokens = sum(len(step.token_ids) for step in steps)
         num_held = sum(self.length(step.sequence_id) for step in steps)
         with self._threads.step(num_tokens, num_held, whole):

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -187,8 +187,7 @@ class StepThreads:
     """Chooses the number of threads of each step of an engine."""
 
     def __init__(self, fewer: int | None) -> None:
-        """`fewer`: see `ContendedThreads`; None = each step runs on all threads, as does each step
-        before `use_fewer` is called."""
+        """`fewer`: see `ContendedThreads`; None = each step runs on all threads."""
         self._fewer, self._every = fewer, torch.get_num_threads()
         self._contended: ContendedThreads | None = None
         self._short_tokens = 0
@@ -206,12 +205,18 @@ class StepThreads:
         self._contended = ContendedThreads(self._fewer, self._every)
         self._short_tokens = short_tokens
 
+    @property
+    def varies(self) -> bool:
+        """Whether `use_fewer` was called. Until then, each step runs on all threads."""
+        return self._contended is not None
+
     def step(self, num_tokens: int, num_held: int, whole: bool) -> AbstractContextManager[None]:
         """Sets the number of threads for a step, which runs the whole model or only a part. Its
-        sequences hold `num_held` tokens, on which the new ones attend."""
+        sequences hold `num_held` tokens, on which the new ones attend. Must be called after
+        `use_fewer`."""
         if num_tokens <= self._short_tokens and num_held <= SHORT_HELD_MAX:
             return on_threads(1)
         if self._contended is None:
-            return nullcontext()
+            raise InvariantError("all steps of this engine run on all threads")
         is_small = num_tokens < SMALL_STEP_TOKENS
         return self._contended.step((whole, num_tokens.bit_length()) if is_small else None)
