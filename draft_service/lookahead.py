@@ -56,6 +56,8 @@ class RoundAhead:
         unseen: tuple[int, ...],
         digest: int,
     ) -> None:
+        """The round of `item`. `committed` has this `digest`, and ends with `unseen`, the tokens
+        that the session's sequence lacks."""
         self.item = item
         self.deadline = deadline  # the time limit of the draft that the coordinator waits for
         self.committed = committed
@@ -145,26 +147,17 @@ class LookAhead:
         """Returns no answers, only whether any will follow. `works_on(item)` must be true."""
         return self._advanced(self._rounds[item.head.session_id], ())
 
-    def begin(
-        self,
-        item: DraftItem,
-        deadline: DraftDeadline,
-        committed: tuple[int, ...],
-        unseen: tuple[int, ...],
-        digest: int,
-    ) -> Answers:
-        """Ends the session's previous round and begins that of `item`. Returns the answers that are
-        known. `committed` has this `digest`, and ends with `unseen`, the tokens that the session's
-        sequence lacks."""
-        ahead = RoundAhead(item, deadline, committed, unseen, digest)
+    def begin(self, ahead: RoundAhead) -> Answers:
+        """Ends the session's previous round and begins the round `ahead`. Returns the answers that
+        are known."""
         before = self._rounds.get(ahead.session_id)
         if before is None:
-            before = RoundAhead(item, deadline, (), (), EMPTY_DIGEST)
+            before = RoundAhead(ahead.item, ahead.deadline, (), (), EMPTY_DIGEST)
         self._rounds[ahead.session_id] = ahead
-        outcome = self._actual_outcome(before, committed)
+        outcome = self._actual_outcome(before, ahead.committed)
         answers: list[DraftAnswer] = []
-        if item.held is not None:
-            ahead.drafted = item.held
+        if ahead.item.held is not None:
+            ahead.drafted = ahead.item.held
         elif outcome in before.finished:
             answers.append(self._answer(ahead, before.finished[outcome]))
         else:

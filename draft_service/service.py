@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from draft_service.lookahead import LookAhead
+from draft_service.lookahead import LookAhead, RoundAhead
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafters.autoregressive_draft import AutoregressiveDraft
 from outrider.drafters.drafter import NO_DEADLINE, DraftDeadline
@@ -207,9 +207,9 @@ class Proposer(EngineWorker[DraftItem, _Drafting]):
         item, aligned, is_whole = work.item, admitted.aligned, admitted.is_whole
         committed = aligned.committed
         if is_whole and self.looks_ahead(item):
-            work.answer = self._look_ahead.begin(
-                item, work.deadline, committed, aligned.new_tokens, aligned.digest
-            )
+            new_tokens, digest = aligned.new_tokens, aligned.digest
+            ahead = RoundAhead(item, work.deadline, committed, new_tokens, digest)
+            work.answer = self._look_ahead.begin(ahead)
             return
         if not self.looks_ahead(item):
             self._look_ahead.forget(work.head.session_id)  # Earlier items may have had look-ahead.
