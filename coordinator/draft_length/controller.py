@@ -342,13 +342,13 @@ class LengthControl:
         self._current = current = self._next or self._take_planned()
         run_ahead = 0
         if current is _PLAIN or (by_target and self.is_timed):
-            run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
+            run_ahead = self._most_ahead(num_left)
         self._plan(runs_ahead=by_head or (by_target and self.is_timed))
         self._next = following = self._take_planned()
         if by_head and following is not _PLAIN:
             # With the verdict of the last of these rounds, the target drafts for one more round,
             # which has the same K, too.
-            run_ahead = min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
+            run_ahead = self._most_ahead(num_left)
         self._num_asked = min(current.num_draft_tokens, num_left - 1)
         num_next = max(0, min(following.num_draft_tokens, num_left - 2))
         return RoundLength(
@@ -359,6 +359,10 @@ class LengthControl:
             self.is_timed,
             current.min_chance,
         )
+
+    def _most_ahead(self, num_left: int) -> int:
+        """Returns how many of the planned rounds may run ahead."""
+        return min(self._controls.run_ahead_rounds, self._num_planned, num_left - 1)
 
     def note(self, result: RoundResult) -> None:
         """Learns from the round whose length was chosen last. The next round is planned already, so
