@@ -366,11 +366,12 @@ class CoordinatorConfig(ServerConfig):
     run_ahead_rounds: Annotated[int, between(0, limits.RUN_AHEAD_ROUNDS_MAX)] = 32
     """Largest number of rounds that a target may run ahead of the coordinator: rounds without
     drafts, and rounds for which the target's look-up or head drafts."""
-    lookup_on: Literal["coordinator", "target"] = "coordinator"
-    """Where look-ups (`suffix`, `ngram`) draft. On the target, they draft for several rounds that
-    do not wait for the coordinator, unless another session has the same seed (under the rules token
-    and block). On the target, a prompt is indexed in steps, and has no drafts until then. The
-    tenant's earlier answers are kept where `suffix` drafts: each target has those that it wrote."""
+    lookup_on: Literal["coordinator", "target"] | None = None
+    """Where look-ups draft. On the target, they draft for several rounds that do not wait for the
+    coordinator, unless another session has the same seed (under the rules token and block). On the
+    target, a prompt is indexed in steps, and has no drafts until then. The tenant's earlier answers
+    are kept where `suffix` drafts: each target has those that it wrote. Unset = `target` for
+    `suffix` and `ngram`, and `coordinator` for the look-up of `hybrid:LOOKUP,X`."""
     max_sessions: Annotated[int, between(1, limits.SESSIONS_PER_COORDINATOR_MAX)] = 4096
     """Largest number of sessions at a time. Further requests are refused."""
     deadline_ms: Annotated[int, between(1, limits.DEADLINE_MS_MAX)] = limits.DEADLINE_MS_DEFAULT

@@ -164,18 +164,9 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
 
 def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     check_names(config)
-    target, draft, drafter = config.target, config.draft, config.draft.drafter
-    coordinator = replace(config.coordinator, lookup=_lookup_of(draft))
-    if coordinator.lookup_on == "target":
-        if drafter.lookup is None or drafter.name:
-            raise SettingError(
-                "lookup_on",
-                f"'target' was given, but the drafter is {draft.model}; leave --lookup-on out, or "
-                "give --draft-model suffix or ngram",
-            )
-        target = replace(target, lookup=coordinator.lookup)
-        coordinator = replace(coordinator, lookup=_without_history(coordinator.lookup))
-    config = replace(config, coordinator=coordinator, target=target)
+    config = _with_lookup(config)
+    coordinator, target, draft = config.coordinator, config.target, config.draft
+    drafter = draft.drafter
     if target.emulated is not None:
         return config
     from outrider.models.sources import resolve_model
@@ -232,6 +223,30 @@ def _resolved(config: DeploymentConfig) -> DeploymentConfig:
     return replace(config, target=target, draft=draft)
 
 
+def _with_lookup(config: DeploymentConfig) -> DeploymentConfig:
+    """Sets where look-ups draft, and how. Raises `SettingError`."""
+    draft, drafter = config.draft, config.draft.drafter
+    lookup, lookup_on = _lookup_of(draft), config.coordinator.lookup_on
+    only_looks_up = drafter.lookup is not None and not drafter.name
+    if lookup_on is None:
+        lookup_on = "target" if only_looks_up else "coordinator"
+    if lookup_on == "coordinator":
+        return replace(
+            config, coordinator=replace(config.coordinator, lookup=lookup, lookup_on=lookup_on)
+        )
+    if not only_looks_up:
+        raise SettingError(
+            "lookup_on",
+            f"'target' was given, but the drafter is {draft.model}; leave --lookup-on out, or give "
+            "--draft-model suffix or ngram",
+        )
+    # Sessions with the seed of another session look up in the coordinator. They must not read
+    # answers that the other's may have influenced.
+    own = replace(lookup, suffix_tokens_per_tenant=0)
+    coordinator = replace(config.coordinator, lookup=own, lookup_on=lookup_on)
+    return replace(config, coordinator=coordinator, target=replace(config.target, lookup=lookup))
+
+
 def _lookup_of(draft: DraftConfig) -> DraftConfig:
     """The settings with which coordinators draft by `suffix` or `ngram`. Leaves out the settings
     of draft replicas, because coordinators are replaced if any setting in the result changes."""
@@ -243,12 +258,6 @@ def _lookup_of(draft: DraftConfig) -> DraftConfig:
         model = f"hybrid:{lookup},model" if draft.drafter.name else lookup.value
     names = [field.name for field in fields(draft) if field.name.startswith(prefixes)]
     return DraftConfig(model=model, **{name: getattr(draft, name) for name in names})
-
-
-def _without_history(lookup: DraftConfig) -> DraftConfig:
-    """The settings of the look-up in the coordinator if targets look up. Sessions with the seed of
-    another session use it, and must not read answers that the other's may have influenced."""
-    return replace(lookup, suffix_tokens_per_tenant=0)
 
 
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:

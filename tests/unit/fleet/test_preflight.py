@@ -105,8 +105,10 @@ def test_coordinators_are_told_of_a_look_up_and_nothing_of_draft_replicas(tiny: 
     def lookup(**settings: object) -> object:
         return resolved(tiny, **settings).coordinator.lookup
 
-    assert lookup(draft_model="ngram") == DraftConfig(model="ngram")
-    assert lookup(draft_model="suffix", engine="emulated:") == DraftConfig(model="suffix")
+    here = {"lookup_on": "coordinator"}
+    assert lookup(draft_model="ngram", **here) == DraftConfig(model="ngram")
+    own = lookup(draft_model="suffix", engine="emulated:", **here)
+    assert own == DraftConfig(model="suffix")
     assert lookup(draft_model=str(tiny), ngram_max=4) == DraftConfig(model="model", ngram_max=4)
     hybrid = f"hybrid:suffix,{tiny}"
     before = lookup(draft_model=hybrid)
@@ -140,19 +142,24 @@ def test_a_head_may_run_on_draft_replicas(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["ngram", "suffix"])
-def test_look_ups_may_draft_on_the_target(model: str, tiny: Path) -> None:
+def test_look_ups_draft_on_the_target_by_default(model: str, tiny: Path) -> None:
     """The tenant's history is there, too."""
     given = {"draft_model": model, "ngram_max": 5, "suffix_tokens_per_tenant": 7}
-    config = resolved(tiny, **given, lookup_on="target")
+    config = resolved(tiny, **given)
     lookup = config.target.lookup
     assert (lookup.model, lookup.ngram_max, lookup.suffix_tokens_per_tenant) == (model, 5, 7)
+    assert config.coordinator.lookup_on == "target"
     assert config.coordinator.lookup == replace(lookup, suffix_tokens_per_tenant=0)
-    config = resolved(tiny, **given)
+    config = resolved(tiny, **given, lookup_on="coordinator")
+    assert config.coordinator.lookup_on == "coordinator"
     assert (config.target.lookup.drafter.lookup, config.coordinator.lookup) == (None, lookup)
 
 
 def test_other_drafters_do_not_look_up_on_the_target(tiny: Path) -> None:
     for other in (str(tiny), f"hybrid:ngram,{tiny}"):
+        config = resolved(tiny, draft_model=other)
+        assert config.coordinator.lookup_on == "coordinator"
+        assert config.target.lookup.drafter.lookup is None
         with pytest.raises(SettingError, match=f"^lookup_on: .*the drafter is {other};"):
             resolved(tiny, draft_model=other, lookup_on="target")
 
