@@ -54,7 +54,7 @@ GAPS_S_MAX = (2.0, 0.1)
 almost simultaneous."""
 DEATHS_MAX = 3
 """Per role and seed. A fourth in so short a time would count as a role that cannot be started."""
-LOOKS_S_MAX = 60.0
+LOOKS_S_MAX = 20.0
 """Longest search for a process that a fault would affect."""
 LOOK_S = 0.01
 BANDWIDTH_LOG = math.log(300.0), math.log(30_000.0)
@@ -124,7 +124,8 @@ class Faults:
         marks = [rng.uniform(0.0, 0.6) * total for _ in range(rng.randint(*NUM_FAULTS))]
         for mark in sorted(marks):
             await self._wait(mark, rng.uniform(0.0, rng.choice(GAPS_S_MAX)))
-            await self._do_one()
+            if not await self._do_one():
+                break  # All further noise would only keep sessions from being read.
         for task in self._under_way:
             await task
         self._adversary.odds = CALM
@@ -137,7 +138,8 @@ class Faults:
                 return
             await asyncio.sleep(LOOK_S)
 
-    async def _do_one(self) -> None:
+    async def _do_one(self) -> bool:
+        """Returns whether a fault was possible."""
         rng, loop = self._rng, asyncio.get_running_loop()
         give_up_at = loop.time() + LOOKS_S_MAX
         while not self._flights.all_over and loop.time() < give_up_at:
@@ -149,8 +151,9 @@ class Faults:
                 self._adversary.faults[kind] += 1
                 self._under_way.append(asyncio.create_task(harm()))  # type: ignore[arg-type]
                 await asyncio.sleep(0)  # Lets it begin, so that the next one sees it.
-                return
+                return True
             await asyncio.sleep(LOOK_S)
+        return False
 
     def _possible(self) -> list[Harm]:
         world = self._world

@@ -146,3 +146,32 @@ async def test_helpers_of_a_step_are_nicer_than_its_own_thread() -> None:
     output, _ = await process.communicate()
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert output.decode().split() == [str(own), str(own + NICENESS), str(own + NICENESS)]
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores on Linux"
+)
+async def test_a_step_on_all_cores_keeps_each_thread_on_its_core() -> None:
+    """On fewer threads, the step's own thread may move. The test has a process of its own, because
+    its threads stay where they are."""
+    code = (
+        "import os, torch\n"
+        "cores = os.sched_getaffinity(0)\n"
+        "torch.set_num_threads(len(cores))\n"
+        "from outrider.replica.drivers import ThreadDriver\n"
+        "from outrider.kernels.threads import StepThreads, start_workers\n"
+        "driver, threads, workers = ThreadDriver('step', lambda: 0.0), StepThreads(1), []\n"
+        "threads.use_fewer(1)\n"
+        "def step(num_tokens):\n"
+        "    with threads.step(num_tokens, 1, whole=True):\n"
+        "        return [os.sched_getaffinity(thread) for thread in (0, *workers)]\n"
+        "assert step(99) == [cores]  # This is not the thread of a replica's steps.\n"
+        "driver.call(lambda: workers.extend(start_workers()))\n"
+        "bound = driver.call(lambda: step(99))\n"
+        "assert sorted(map(tuple, bound)) == [(core,) for core in sorted(cores)], bound\n"
+        "assert driver.call(lambda: step(1))[0] == cores\n"
+        "assert driver.call(lambda: step(99)) == bound\n"
+        "assert os.sched_getaffinity(os.getpid()) == cores\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    assert await process.wait() == 0
