@@ -25,7 +25,7 @@ class RunAheads(Continuation[VerifyItem]):
 
     def __init__(self, length_max: int, eos_token_ids: Collection[int], held_s: float) -> None:
         """A session has at most `length_max` tokens, and ends with an id of `eos_token_ids`, unless
-        its items ignore these. A verdict waits for others of its session up to `held_s`."""
+        its items ignore these. A verdict waits for others on its connection up to `held_s`."""
         self._length_max, self._eos_token_ids = length_max, eos_token_ids
         self._held_s = held_s
         self.sessions: OrderedDict[str, RunAhead] = OrderedDict()
@@ -46,7 +46,8 @@ class RunAheads(Continuation[VerifyItem]):
             if ahead.replies or ahead.request is not None:
                 steps.end(work, replies, then)
                 return
-            # To this target, the completion has ended. But the coordinator decides that.
+            # This run-ahead has ended, for example because the completion has no room. But the
+            # coordinator decides that.
         self._end(session_id, steps)
         if item.run_ahead > 0:
             if len(self.sessions) >= SEQUENCES_PER_REPLICA_MAX:
@@ -65,7 +66,7 @@ class RunAheads(Continuation[VerifyItem]):
         if not isinstance(answer, VerdictReply):
             del self.sessions[work.session_id]
             return None, 0.0  # The coordinator must act on this answer.
-        held_s = self._held_s if ahead.add(answer) else 0.0
+        held_s = self._held_s if ahead.add(answer, now, self._held_s) else 0.0
         then = ahead.next_request(now, self._length_max)
         # Without a next round, no further verdict comes soon.
         return then, 0.0 if then is None else held_s
@@ -91,6 +92,9 @@ class RunAheads(Continuation[VerifyItem]):
             steps.cancel(work, answers)
 
 
+_LATE_ASK = 4
+"""The middle verdict may wait if half of the rounds take at least this many times as long as it may
+wait. Then the coordinator still asks for more rounds in time."""
 _UNKNOWN = 0
 """The token of a foreseen round, until the round before it has ended."""
 
@@ -146,6 +150,7 @@ class RunAhead:
         self._foreseen: VerifyItem | None = None
         self._num_probe_tokens = 0
         """`VerifyItem.num_probe_tokens` of the next round that is formed."""
+        self._added_at = work.arrived_at
 
     def _take(self, work: StepRequest[VerifyItem]) -> None:
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
@@ -216,12 +221,16 @@ class RunAhead:
             self.request.sender = work.sender
         return list(self.replies) if may_be_lost else []
 
-    def add(self, reply: VerdictReply) -> bool:
-        """Adds the verdict of the newest round. Returns whether it may wait for further verdicts.
-        The first verdict may not wait. Nor may the middle verdict, because it makes the coordinator
-        ask for more rounds."""
+    def add(self, reply: VerdictReply, now: float, held_s: float) -> bool:
+        """Adds the verdict of the newest round. Returns whether it may wait for further verdicts,
+        for up to `held_s`. The first verdict may not wait. Nor may the middle verdict if the rounds
+        after it are short, because it makes the coordinator ask for more rounds."""
         ahead, item, start = self._item.run_ahead, self._item, self._starts[-1]
-        may_wait = len(self.replies) not in (0, ahead - ahead // 2)
+        round_s, self._added_at = now - self._added_at, now
+        is_middle = len(self.replies) == ahead - ahead // 2
+        may_wait = len(self.replies) > 0
+        if is_middle and _LATE_ASK * held_s > round_s * (ahead // 2):
+            may_wait = False
         self.replies.append(reply)
         token_ids, drafted = reply.verdict.correction, start.proposal.token_ids or reply.looked_up
         if drafted:
@@ -267,7 +276,7 @@ class RunAhead:
             completed(item.head, append=(start.last_token,))
         elif rounds > 0:
             item = self._later_round(start, rounds)
-        if rounds > 0:
+        if rounds > 0 or item.num_probe_tokens:
             self._num_probe_tokens = 0
         self.request = StepRequest(item, self._sender, now, self._expires_at, self._grammar)
         return self.request

@@ -65,6 +65,7 @@ class AnswerSender:
         (`outrider/transport/stream_server.py`)."""
         self._send = send
         self._held: list[RoundAnswer] = []
+        self._held_at = 0.0  # when answers were held last
         self._timer: TimerHandle | None = None
         self.closed = False
         """Any thread may read this."""
@@ -84,10 +85,16 @@ class AnswerSender:
             self._send(leaving)
 
     def hold(self, answers: Sequence[RoundAnswer], seconds: float) -> None:
-        """Holds answers. After at most `seconds`, sends all held answers in one message."""
-        self._held += answers
+        """Holds the answers of a step. After at most `seconds`, sends all held answers in one
+        message. If the next step will probably end later, sends the message now: the processes that
+        it wakes would use the cores in the middle of that step."""
+        loop = asyncio.get_running_loop()
+        now, self._held = loop.time(), [*self._held, *answers]
+        step_s, self._held_at = now - self._held_at, now
         if self._timer is None and self._held:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._flush)
+            self._timer = loop.call_later(seconds, self._flush)
+        elif self._timer is not None and self._timer.when() < now + step_s:
+            self._flush()
 
     def _flush(self) -> None:
         self.send([*self._held])

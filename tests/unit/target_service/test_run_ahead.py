@@ -104,6 +104,14 @@ async def test_verdicts_wait_for_others_during_the_stream_interval(
     await setting.close()
 
 
+async def test_the_middle_verdict_waits_if_the_rounds_after_it_take_long_enough() -> None:
+    """A step takes 10 ms, so the 15 rounds after the middle take more than four intervals."""
+    setting = Replica("target", ToyEngine(), step_s=0.01, stream_interval_ms=25)
+    frames = await frames_of(setting, ask_round(PROMPT, 0, 0, 31))
+    assert [len(frame) for frame in frames] == [1] + [3] * 10 + [1]
+    await setting.close()
+
+
 async def test_no_verdict_waits_after_a_step_that_is_longer_than_the_stream_interval() -> None:
     """A prompt of 200 tokens takes four steps of 64 tokens, each of 50 ms. Later steps take 10."""
 
@@ -173,6 +181,19 @@ async def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session()
         (1.0, ["fifth"]),
         (1.0 + HELD_S, ["third's"]),
     ]
+
+
+async def test_held_answers_leave_with_a_step_if_the_next_one_would_end_too_late() -> None:
+    sent: list[tuple[float, int]] = []
+    outlet = AnswerSender(
+        lambda answers: sent.append((asyncio.get_running_loop().time(), len(answers)))
+    )
+    await asyncio.sleep(1)
+    for _ in range(5):
+        outlet.hold([refused(1, "a step of 15 ms")], HELD_S)
+        await asyncio.sleep(0.015)
+    await asyncio.sleep(1)
+    assert sent == [(pytest.approx(1.03), 3), (pytest.approx(1.045 + HELD_S), 2)]
 
 
 async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Replica) -> None:
