@@ -1,4 +1,5 @@
-"""Look-ups in the target propose the draft tokens of rounds that run without the coordinator."""
+"""Look-ups in the target: they propose the draft tokens of rounds that coordinators ask for, and of
+rounds that run ahead."""
 
 from __future__ import annotations
 

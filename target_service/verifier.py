@@ -2,7 +2,7 @@
 launch of the pass and its end, the thread of the steps does other work.
 
 stage of an item                                        answer if the stage fails
-validate the item                                       `Refused`
+validate the item; let the look-up propose              `Refused`
 find the item's prefix in the cache                     `Resync`
 find room in the step for the new tokens                `Unfinished`
 run the new tokens and the proposal in the pass         `Refused`
@@ -262,18 +262,25 @@ class Verifier(EngineWorker[VerifyItem, _Round]):
             raise BadRequest("sampling.top_k", reason)
         require_q(item.proposal, head.rule)
         work.proposal = item.proposal.decode()
+        if not work.proposal.token_ids:
+            self._look_up(work)
+
+    def _look_up(self, work: _Round) -> None:
+        """Lets the look-up propose or show tokens, if there is a look-up and the item asks."""
+        item, head = work.item, work.head
         num_wanted = item.num_lookup_tokens or item.num_probe_tokens
-        if num_wanted and not work.proposal.token_ids and self._lookups is not None:
-            held = self._engine.tokens(head.session_id)
-            room = min(num_wanted, info.max_model_len - length)
-            if item.num_tokens_left:
-                room = min(room, item.num_tokens_left - 1)  # The round ends with another token.
-            found = self._lookups.propose(head, sampling, held, room, item.lookup_min_chance)
-            work.has_looked_up = found is not None
-            if found is not None and item.num_lookup_tokens:
-                work.proposal = found
-            elif found is not None:
-                work.probed = found.token_ids
+        if num_wanted == 0 or self._lookups is None:
+            return
+        held = self._engine.tokens(head.session_id)
+        room = min(num_wanted, self._engine.info.max_model_len - head.committed_length)
+        if item.num_tokens_left:
+            room = min(room, item.num_tokens_left - 1)  # The round ends with another token.
+        found = self._lookups.propose(head, work.sampling, held, room, item.lookup_min_chance)
+        work.has_looked_up = found is not None
+        if found is not None and item.num_lookup_tokens:
+            work.proposal = found
+        elif found is not None:
+            work.probed = found.token_ids
 
     def _prepare(self, work: _Round, admitted: Admitted) -> None:
         head, proposal, aligned = work.head, work.proposal, admitted.aligned

@@ -312,7 +312,7 @@ class SessionRun:
             drafted = drafted_by_target(length) if by_target else self._draft.take_next(length)
         if drafted is None:
             raise InvariantError("a target ran a round ahead that another drafts for")
-        self._draft.next_round_request(length)
+        self._draft.next_round_request(length)  # What it returns was sent with an earlier round.
         self._observer.asked("target")
         asked = _AskedRound(index, length, noise, drafted, now, now)
         return self._decide(decided, asked, reply)

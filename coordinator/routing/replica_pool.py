@@ -390,7 +390,7 @@ class SessionRoute(Generic[Item, Answer]):
         self._left: dict[str, ReplicaConnection[Item, Answer]] = {}
         self._rejected: list[ReplicaConnection[Item, Answer]] = []
         """Replicas that gave wrong answers."""
-        self._num_moves = 0
+        self._num_renumberings = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
         self.awaited: int | None = None
@@ -445,7 +445,7 @@ class SessionRoute(Generic[Item, Answer]):
         """Begins or repeats a round, and drops answers to earlier rounds. Returns the round's
         number in messages. Each move and each `renumber` adds `RUN_AHEAD_ROUNDS_MAX` + 1 to this
         number. So answers to earlier messages match no later round."""
-        self._round = round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
+        self._round = round_index + self._num_renumberings * (RUN_AHEAD_ROUNDS_MAX + 1)
         if self._answers and min(self._answers) < self._round:
             self._answers = {r: a for r, a in self._answers.items() if self._is_wanted(r)}
         self.was_lost, self._lost = self._lost is not None, None
@@ -587,7 +587,7 @@ class SessionRoute(Generic[Item, Answer]):
 
     def renumber(self) -> None:
         """Makes answers to all messages so far match no later round."""
-        self._num_moves += 1
+        self._num_renumberings += 1
 
     def move(self, *, for_good: bool = False) -> bool:
         """Moves to another replica that fits, drops requests without an answer, and returns True.
@@ -603,7 +603,7 @@ class SessionRoute(Generic[Item, Answer]):
         session_id = self.context.session.session_id
         _log.debug("session %s moves from %r to %r", session_id, self.replica, replica.name)
         self._leave()
-        self._num_moves += 1
+        self._num_renumberings += 1
         self._enter(replica)
         self.cached_length = 0
         self.context.observer.count("session_moves", self._pool.role)

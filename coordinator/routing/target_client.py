@@ -74,10 +74,9 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         """Whether a request was sent for the newest verdict. If not, the target ran ahead."""
         self.verified = EMPTY_ENCODED_PROPOSAL
         """The proposal that the newest verdict is about. It may come from the target's look-up. If
-        it is shorter than the proposal given
-        to `verify`, the target could not read q. The caller must then stop using the drafter.
-        Otherwise the output may be biased: if only certain draft tokens make q unreadable, the
-        proposals always end before these tokens."""
+        it is shorter than the proposal given to `verify`, the target could not read q. The caller
+        must then stop using the drafter. Otherwise the output may be biased: if only certain draft
+        tokens make q unreadable, the proposals always end before these tokens."""
 
     async def verify(
         self,

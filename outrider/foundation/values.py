@@ -32,7 +32,7 @@ def replaced(given: T, **changes: object) -> T:
 
 
 def completed(made: T, **changes: object) -> T:
-    """Sets fields of a value whose fields nothing has read so far. Returns the value."""
+    """Sets fields of a value on which nothing depends so far. Returns the value."""
     for name, new in changes.items():
         setattr(made, name, new)
     return made

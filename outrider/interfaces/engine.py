@@ -99,9 +99,9 @@ class Engine(Protocol):
 
     def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[Tensor]]:
         """Begins a call of `forward`. Returns a function that waits for its end, and returns or
-        raises what the call does. The function must be called once, before any other call of this
-        engine. Until then, a GPU runs the pass. A CPU may begin when the function is called. May
-        raise the errors of `forward` at once."""
+        raises what the call does. The function must be called once, before any call that changes
+        the engine or runs a step. Until then, a GPU runs the pass. A CPU may begin when the
+        function is called. May raise the errors of `forward` at once."""
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """Whether `forward` could run these steps with the free and the evictable pages, if the

@@ -64,7 +64,7 @@ class SessionTable:
         If the stated prefix is not held, cuts nothing, and returns a `Resync` with the longest
         held prefix that is known to be committed. Raises `BadRequest` if `head` has no tokens."""
         if head.committed_length == 0:
-            raise BadRequest("append", "the prefix is empty; at least one token is needed")
+            raise BadRequest("head.append", "the prefix is empty; at least one token is needed")
         entry, engine, session_id = self._entry(head), self._engine, head.session_id
         sequence = engine.tokens(session_id)
         if not sequence.holds(head.base_length, head.prefix_digest):

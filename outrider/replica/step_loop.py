@@ -5,7 +5,8 @@ A driver (`outrider.replica.drivers`) calls the methods of a `StepLoop` again an
     receive         takes what has arrived
     schedule        frees pages, chooses requests, and admits them
     launch          begins the step on the engine
-    report          forms the answers of the step before, while the engine computes
+    report          forms the answers of the step before, while the engine computes; or before
+                    `launch`, if callers wait for an answer
     receive         takes what has arrived since
     wait            prepares what is known of the next step, waits for the engine, and computes
                     verdicts or proposals

@@ -46,9 +46,9 @@ _LIMITS: Mapping[str, int] = {
     "DraftItem.num_draft_tokens": limits.NUM_DRAFT_TOKENS_MAX,
     "DraftItem.look_ahead": limits.LOOK_AHEAD_MAX,
     "DraftItem.budget_us": 1000 * limits.DRAFT_DEADLINE_MS_MAX,
-    # The accepted draft tokens, and the token after them.
     "Verdict.looked_up": limits.NUM_DRAFT_TOKENS_MAX,
     "Verdict.probed": limits.NUM_DRAFT_TOKENS_MAX,
+    # The accepted draft tokens, and the token after them.
     "ProposalAnswer.assumed": limits.NUM_DRAFT_TOKENS_MAX + 1,
     "Refused.message": limits.ERROR_MESSAGE_CHARS_MAX,
 }
