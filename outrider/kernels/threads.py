@@ -83,21 +83,18 @@ class OwnCores:
 
     def use(self, num_threads: int) -> None:
         """Must be called by the thread that runs steps, before each step. `num_threads` is the
-        number of the step's threads. With fewer threads than cores, the thread may move. Does
-        nothing on threads that have not called `start_workers`."""
+        number of the step's threads. With fewer threads than cores, all may move, so that they can
+        avoid a core that another process uses. Does nothing on threads that have not called
+        `start_workers`."""
         if num_threads == self._num_threads or not (self._cores and _started.workers):
             return
         self._num_threads = num_threads
-        first, *others = self._cores
+        threads = [0, *sorted(_thread_ids().intersection(_started.workers))]
+        stays = num_threads == len(threads) == len(self._cores)
         try:
-            if num_threads < len(self._cores):
-                os.sched_setaffinity(0, self._cores)
-                return
-            os.sched_setaffinity(0, {first})
-            running = _thread_ids().intersection(_started.workers)
-            for worker, core in zip(sorted(running), others, strict=True):
-                os.sched_setaffinity(worker, {core})
-        except (OSError, ValueError) as error:
+            for thread, core in zip(threads, self._cores, strict=False):
+                os.sched_setaffinity(thread, {core} if stays else self._cores)
+        except OSError as error:
             _log.info("the threads of steps may run on all cores: %r", error)
             self._cores = []
 
