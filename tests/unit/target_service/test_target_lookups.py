@@ -263,6 +263,21 @@ async def test_a_plain_round_may_show_what_its_look_up_would_propose() -> None:
         assert more[0].probed == looked_up(found[4], Rule.TOKEN, 2)
 
 
+async def test_a_round_that_continues_a_run_ahead_shows_it_once() -> None:
+    """The run-ahead has used all its rounds, so the coordinator's item is the next round."""
+    plain: dict[str, Any] = {"num_lookup_tokens": 0, "run_ahead": 2}
+    async with target() as setting:
+        found = texts(await setting.send(question(**plain)), Rule.TOKEN)[-1]
+        asked = {"base": len(found) - 1, "round_index": 3, "num_probe_tokens": 2}
+        asked["num_tokens_left"] = MANY - 3
+        more = await setting.send(question(found, **plain | asked))
+        assert [(one.key.round, one.has_looked_up) for one in more] == [
+            (3, True),
+            (4, False),
+            (5, False),
+        ]
+
+
 def known(tokens: Sequence[int], length: int | None = None) -> Prefix:
     length = len(tokens) if length is None else length
     return Prefix(length, TokenSequence(tokens).digest(length))
