@@ -299,7 +299,7 @@ class TargetConfig(ModelServerConfig):
     """Settings of the target's look-up. If `lookup.model` is not a look-up, the target has none."""
     stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
     """If the target runs rounds ahead of the coordinator, as in plain decoding, it collects tokens
-    for this time before it sends them, ms. A longer interval saves CPU time, but clients get the
+    for up to this time before it sends them, ms. A longer interval saves CPU time, but clients get the
     tokens in larger groups."""
 
 
