@@ -51,8 +51,9 @@ async def rehearsed_plans(
     `ServiceTimes`. If a plan has a `doubt`, measures its times once more. Raises `Unavailable`."""
     progress("starting the services for a rehearsal")
     # Each prompt is answered several times, and a look-up must not copy from the earlier answers.
+    # Nor may the target run ahead with drafts, because the time of each round is measured.
     lookup = replace(config.coordinator.lookup, suffix_tokens_per_tenant=0)
-    coordinator = replace(config.coordinator, lookup=lookup)
+    coordinator = replace(config.coordinator, lookup=lookup, lookup_on="coordinator")
     async with running_pair(config.target, config.draft, coordinator) as replicas:
         target, draft = await _tables(replicas)
         if target is None:

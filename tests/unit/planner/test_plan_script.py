@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -167,11 +167,13 @@ def test_a_speed_up_above_the_tokens_of_a_round_is_measured_again(
         for plain_s in (*[0.100] * num_noisy, 0.010)
     ]
     rehearsed = AsyncMock(side_effect=found)
-    monkeypatch.setattr(rehearsal, "running_pair", lambda *_: nullcontext(replicas))
+    pair = Mock(return_value=nullcontext(replicas))
+    monkeypatch.setattr(rehearsal, "running_pair", pair)
     monkeypatch.setattr(rehearsal, "_tables", AsyncMock(return_value=(TARGET, None)))
     monkeypatch.setattr(rehearsal, "_rehearsed", rehearsed)
-    config = load_config({"draft_model": "ngram"}, {})
+    config = load_config({"draft_model": "ngram", "lookup_on": "target"}, {})
     [plan] = asyncio.run(rehearsal.rehearsed_plans(config, [sample], lines.append, 1))
+    assert pair.call_args.args[2].lookup_on == "coordinator"  # So each round is measured alone.
     assert rehearsed.await_count == measured
     warned = "Warning: the measured times are wrong" in shown(plans=(plan,))
     assert warned == bool(plan.doubt) == (num_noisy == 2)
