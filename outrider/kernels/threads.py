@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
@@ -78,7 +78,8 @@ class OwnCores:
         self._cores: list[int] = []
         """Core of the calling thread, and of each worker; empty = threads may run on all cores."""
         if sys.platform == "linux" and len(cores := os.sched_getaffinity(0)) == num_threads > 1:
-            self._cores = sorted(cores)
+            first = os.getpid() % num_threads  # Other targets should begin at other cores.
+            self._cores = [*sorted(cores)[first:], *sorted(cores)[:first]]
         self._num_threads = 1  # of the last step
 
     def use(self, num_threads: int) -> None:
@@ -96,6 +97,9 @@ class OwnCores:
                 os.sched_setaffinity(thread, {core} if stays else self._cores)
         except OSError as error:
             _log.info("the threads of steps may run on all cores: %r", error)
+            for thread in threads:
+                with suppress(OSError):
+                    os.sched_setaffinity(thread, self._cores)
             self._cores = []
 
 

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from outrider.kernels.threads import (
     SHORT_S,
     SLOW_STEPS,
     ContendedThreads,
+    OwnCores,
     StepThreads,
     find_short_tokens,
 )
@@ -175,3 +177,69 @@ async def test_a_step_on_all_cores_keeps_each_thread_on_its_core() -> None:
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0
+
+
+class Kernel:
+    """The cores of each thread; 0 is the caller, and 11, 12, ... are its workers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_cores: int) -> None:
+        self.all = set(range(num_cores))
+        self.cores = {0: self.all} | {10 + number: self.all for number in range(1, num_cores)}
+        self.refuses = -1  # this thread keeps its cores
+        monkeypatch.setattr("sys.platform", "linux")
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: self.all, raising=False)
+        monkeypatch.setattr("os.sched_setaffinity", self.set, raising=False)
+        monkeypatch.setattr("outrider.kernels.threads._thread_ids", lambda: {1, *self.cores})
+        monkeypatch.setattr(
+            "outrider.kernels.threads._started", SimpleNamespace(workers=(*self.cores,)[1:])
+        )
+
+    def set(self, thread: int, cores: Iterable[int]) -> None:
+        if thread == self.refuses:
+            raise PermissionError("not this thread")
+        self.cores[thread] = set(cores)
+
+    @property
+    def is_bound(self) -> bool:
+        return sorted(map(tuple, self.cores.values())) == [(core,) for core in sorted(self.all)]
+
+    @property
+    def is_free(self) -> bool:
+        return all(cores == self.all for cores in self.cores.values())
+
+
+def test_threads_move_when_a_step_leaves_a_core_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A team of two of three threads can avoid any core. Its third thread ends, and is started
+    anew later."""
+    kernel = Kernel(monkeypatch, 3)
+    cores = OwnCores(3)
+    cores.use(3)
+    assert kernel.is_bound
+    cores.use(2)
+    assert kernel.is_free
+    del kernel.cores[12]
+    cores.use(3)
+    assert kernel.is_free  # A thread is missing.
+    cores.use(1)
+    kernel.cores[13] = kernel.all
+    monkeypatch.setattr("outrider.kernels.threads._started", SimpleNamespace(workers=(11, 12, 13)))
+    cores.use(3)
+    assert kernel.is_bound
+
+
+def test_all_threads_move_if_one_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch, 3)
+    kernel.refuses = 12
+    cores = OwnCores(3)
+    cores.use(3)
+    assert kernel.is_free
+    kernel.refuses = -1
+    cores.use(1)
+    cores.use(3)
+    assert kernel.is_free
+
+
+def test_threads_of_a_part_of_the_cores_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch, 3)
+    OwnCores(2).use(2)
+    assert kernel.is_free
