@@ -95,6 +95,8 @@ class RunAheads(Continuation[VerifyItem]):
 _LATE_ASK = 4
 """The middle verdict may wait if half of the rounds take at least this many times as long as it may
 wait. Then the coordinator still asks for more rounds in time."""
+_WEIGHT = 0.25
+"""The weight of the newest round in the average of their times."""
 _UNKNOWN = 0
 """The token of a foreseen round, until the round before it has ended."""
 
@@ -151,6 +153,7 @@ class RunAhead:
         self._num_probe_tokens = 0
         """`VerifyItem.num_probe_tokens` of the next round that is formed."""
         self._added_at = work.arrived_at
+        self._round_s = 0.0  # moving average of the time between two verdicts
 
     def _take(self, work: StepRequest[VerifyItem]) -> None:
         self._item, self._sender, self._expires_at = work.item, work.sender, work.expires_at
@@ -226,10 +229,11 @@ class RunAhead:
         for up to `held_s`. The first verdict may not wait. Nor may the middle verdict if the rounds
         after it are short, because it makes the coordinator ask for more rounds."""
         ahead, item, start = self._item.run_ahead, self._item, self._starts[-1]
-        round_s, self._added_at = now - self._added_at, now
+        self._round_s += (now - self._added_at - self._round_s) * _WEIGHT
+        self._added_at = now
         is_middle = len(self.replies) == ahead - ahead // 2
         may_wait = len(self.replies) > 0
-        if is_middle and _LATE_ASK * held_s > round_s * (ahead // 2):
+        if is_middle and _LATE_ASK * held_s > self._round_s * (ahead // 2):
             may_wait = False
         self.replies.append(reply)
         token_ids, drafted = reply.verdict.correction, start.proposal.token_ids or reply.looked_up
