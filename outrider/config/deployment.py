@@ -192,9 +192,10 @@ class ModelServerConfig(ServerConfig):
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
     for each draft. If `outrider serve` starts several targets on this machine, these divide its
-    cores; drafts do not. With 0, a target that has all cores keeps each of its threads on a core of
-    its own. It uses one thread for steps of a few milliseconds that more threads hardly shorten,
-    and one thread fewer for small steps while other processes slow it down."""
+    cores; drafts do not. With 0, a target that has all cores uses one thread for steps of a few
+    milliseconds that more threads hardly shorten, and one thread fewer for small steps while other
+    processes slow it down. In its other steps, each thread has a core of its own (not with
+    `deterministic`)."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""
@@ -299,8 +300,8 @@ class TargetConfig(ModelServerConfig):
     """Settings of the target's look-up. If `lookup.model` is not a look-up, the target has none."""
     stream_interval_ms: Annotated[int, between(0, 1000)] = limits.STREAM_INTERVAL_MS
     """If the target runs rounds ahead of the coordinator, as in plain decoding, it collects tokens
-    for up to this time before it sends them, ms. A longer interval saves CPU time, but clients get the
-    tokens in larger groups."""
+    for up to this time before it sends them, ms. A longer interval saves CPU time, but clients get
+    the tokens in larger groups."""
 
 
 ReplicaConfig = TargetConfig | DraftConfig

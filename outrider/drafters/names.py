@@ -43,7 +43,8 @@ class DrafterChoice:
 
     lookup: LookupKind | None
     runs_on: Literal["coordinator", "target", "draft"]
-    """The role that runs the model or head; `coordinator` if a look-up drafts alone."""
+    """The role that runs the model or head; `coordinator` if a look-up drafts alone, even if the
+    target runs it."""
     name: str = ""
     """The model or head: a directory, a .gguf file, a hub id, or `mtp` for the MTP layer in the
     target's own files. Empty if a look-up drafts alone."""

@@ -73,10 +73,8 @@ class FleetSpec:
     def check_count(self, role: Role, count: int) -> None:
         """Raises `ConfigError` for an impossible number of replicas."""
         if count and role not in self.demands:
-            draft = self.config.draft
-            part = "target drafts" if draft.drafter.name else "coordinators draft"
             raise ConfigError(
-                f"draft={count}: with draft_model {draft.model}, the {part}, so there are no draft "
+                f"draft={count}: with draft_model {self.config.draft.model}, there are no draft "
                 "replicas"
             )
         if not LEAST[role] <= count <= REPLICAS_MAX:

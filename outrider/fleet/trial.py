@@ -59,8 +59,8 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
     if role == "coordinator" or role != ran:
         raise SettingError(
             "draft_model",
-            f"{cannot}: {now!r} runs on {ran}s and {then!r} on {role}s, but a trial "
-            f"needs both on draft replicas, or both on targets; {at_once}",
+            f"{cannot}: a trial needs two models on draft replicas, or two heads on targets; "
+            f"{at_once}",
         )
     if role == "target":
         values = before.given.values()

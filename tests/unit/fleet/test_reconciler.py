@@ -402,11 +402,21 @@ async def test_a_trial_outlasts_a_store_that_is_away() -> None:
 @pytest.mark.parametrize(
     ("settings", "values", "share", "said"),
     [
-        ({}, {"draft_model": "suffix"}, 0.5, "on drafts and 'suffix' on coordinators, but a t"),
-        (LOOK_UP, {"draft_model": "emulated"}, 0.5, "'suffix' runs on coordinators and 'emulated'"),
-        (LOOK_UP, {"draft_model": "ngram"}, 0.5, "both on draft replicas, or both on targets; wi"),
-        (MODEL, {"draft_model": "eagle3:b"}, 0.5, "'small' runs on drafts and 'eagle3:b' on tar"),
-        (HEADS, {"draft_model": "small"}, 0.5, "'eagle3:a' runs on targets and 'small' on drafts"),
+        ({}, {"draft_model": "suffix"}, 0.5, "two models on draft replicas, or two heads on t"),
+        (
+            LOOK_UP,
+            {"draft_model": "emulated"},
+            0.5,
+            "two models on draft replicas, or two heads on t",
+        ),
+        (LOOK_UP, {"draft_model": "ngram"}, 0.5, "two models on draft replicas, or two heads on t"),
+        (
+            MODEL,
+            {"draft_model": "eagle3:b"},
+            0.5,
+            "two models on draft replicas, or two heads on t",
+        ),
+        (HEADS, {"draft_model": "small"}, 0.5, "two models on draft replicas, or two heads on t"),
         (HEADS, {"max_num_seqs": 7}, 0.5, "max_num_seqs: cannot change in a trial on targets"),
         ({}, {"max_num_seqs": 7}, 0.5, "change each coordinator and each target, too|target, t"),
         ({}, {"deadline_ms": 7}, 0.5, "nothing to try; draft replicas"),

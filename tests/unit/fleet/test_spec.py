@@ -76,8 +76,8 @@ def test_counts_are_held_within_what_is_possible() -> None:
     [
         ("emulated", "target", 0, "target=0: it must be 1 to 1024"),
         ("emulated", "coordinator", 1025, "coordinator=1025: it must be 1 to 1024"),
-        ("eagle3:heads", "draft", 1, "draft=1: with draft_model eagle3:heads, the target drafts"),
-        ("suffix", "draft", 2, "draft=2: with draft_model suffix, the coordinators draft"),
+        ("eagle3:heads", "draft", 1, "draft=1: with draft_model eagle3:heads, there are no"),
+        ("suffix", "draft", 2, "draft=2: with draft_model suffix, there are no draft"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_by_its_role(
