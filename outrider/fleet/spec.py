@@ -63,6 +63,12 @@ class FleetSpec:
         models = {"target": self.config.target.model, "draft": self.config.draft.model}
         return models.get(role, "")
 
+    @property
+    def drafts_on(self) -> Role:
+        """The role that runs the drafter, also if it is a look-up."""
+        drafter, lookup_on = self.config.draft.drafter, self.config.coordinator.lookup_on
+        return drafter.runs_on if drafter.name else lookup_on or drafter.runs_on
+
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
         """Limits each number to its allowed range. The number is 0 for a role without replicas."""
         return {
@@ -73,8 +79,10 @@ class FleetSpec:
     def check_count(self, role: Role, count: int) -> None:
         """Raises `ConfigError` for an impossible number of replicas."""
         if count and role not in self.demands:
+            draft = self.config.draft
+            part = "target drafts" if self.drafts_on == "target" else "coordinators draft"
             raise ConfigError(
-                f"draft={count}: with draft_model {self.config.draft.model}, there are no draft "
+                f"draft={count}: with draft_model {draft.model}, the {part}, so there are no draft "
                 "replicas"
             )
         if not LEAST[role] <= count <= REPLICAS_MAX:

@@ -59,8 +59,8 @@ def check_trial(before: FleetSpec, tried: FleetSpec) -> None:
     if role == "coordinator" or role != ran:
         raise SettingError(
             "draft_model",
-            f"{cannot}: a trial needs two models on draft replicas, or two heads on targets; "
-            f"{at_once}",
+            f"{cannot}: {now!r} runs on {before.drafts_on}s and {then!r} on {tried.drafts_on}s, "
+            f"but a trial needs two models on draft replicas, or two heads on targets; {at_once}",
         )
     if role == "target":
         values = before.given.values()

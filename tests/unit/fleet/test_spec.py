@@ -76,8 +76,8 @@ def test_counts_are_held_within_what_is_possible() -> None:
     [
         ("emulated", "target", 0, "target=0: it must be 1 to 1024"),
         ("emulated", "coordinator", 1025, "coordinator=1025: it must be 1 to 1024"),
-        ("eagle3:heads", "draft", 1, "draft=1: with draft_model eagle3:heads, there are no"),
-        ("suffix", "draft", 2, "draft=2: with draft_model suffix, there are no draft"),
+        ("eagle3:heads", "draft", 1, "draft=1: with draft_model eagle3:heads, the target drafts"),
+        ("suffix", "draft", 2, "draft=2: with draft_model suffix, the coordinators draft"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_by_its_role(
@@ -86,6 +86,12 @@ def test_a_number_that_cannot_be_is_refused_by_its_role(
     engine = "transformers" if drafter == "eagle3:heads" else "emulated:"
     with pytest.raises(ConfigError, match=said):
         spec(draft_model=drafter, engine=engine).check_count(role, count)
+
+
+def test_a_refused_number_of_drafts_says_where_a_look_up_drafts() -> None:
+    found = spec(draft_model="suffix", engine="emulated:", lookup_on="target")
+    with pytest.raises(ConfigError, match="with draft_model suffix, the target drafts"):
+        found.check_count("draft", 1)
 
 
 def plan(gpus: float, **settings: object) -> FleetSpec:
