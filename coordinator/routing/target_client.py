@@ -259,20 +259,20 @@ class TargetClient(SessionRoute[VerifyItem, VerifyAnswer]):
         if not self._runs_ahead or (lookup.num_tokens and not self.looks_up):
             run_ahead = 0
         item = VerifyItem(
-            self.head(number),
-            proposal,
-            run_ahead,
-            None if self._audits else parameters.logprobs,
-            wanted.num_draft_tokens,
-            wanted.features_from,
-            wanted.budget_us,
-            lookup.num_tokens,
-            lookup.min_chance,
-            lookup.indexes,
-            lookup.num_probed,
-            num_tokens_left,
-            parameters.ignore_eos,
-            self._audits,
+            head=self.head(number),
+            proposal=proposal,
+            run_ahead=run_ahead,
+            num_logprobs=None if self._audits else parameters.logprobs,
+            num_next_draft_tokens=wanted.num_draft_tokens,
+            features_from=wanted.features_from,
+            next_budget_us=wanted.budget_us,
+            num_lookup_tokens=lookup.num_tokens,
+            lookup_min_chance=lookup.min_chance,
+            indexes=lookup.indexes,
+            num_probe_tokens=lookup.num_probed,
+            num_tokens_left=num_tokens_left,
+            ignores_eos=parameters.ignore_eos,
+            audit=self._audits,
         )
         self.send(item)
         self._asked_until = number + run_ahead
