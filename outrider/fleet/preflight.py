@@ -156,8 +156,8 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     if resolved.draft.eagle3_on == "draft" and resolved.draft.drafter.kind != EAGLE3:
         raise SettingError(
             "eagle3_on",
-            f"'draft' was given, but {resolved.draft.model} is no EAGLE-3 head; leave --eagle3-on "
-            "out, or give an EAGLE-3 head as --draft-model",
+            f"'draft' was given, but {resolved.draft.model} is no EAGLE-3 head; give target, or an "
+            "EAGLE-3 head as --draft-model",
         )
     return resolved
 
@@ -237,7 +237,7 @@ def _with_lookup(config: DeploymentConfig) -> DeploymentConfig:
     if not only_looks_up:
         raise SettingError(
             "lookup_on",
-            f"'target' was given, but the drafter is {draft.model}; leave --lookup-on out, or give "
+            f"'target' was given, but the drafter is {draft.model}; give coordinator, or "
             "--draft-model suffix or ngram",
         )
     # Sessions with the seed of another session look up in the coordinator. They must not read
