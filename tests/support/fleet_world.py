@@ -11,6 +11,7 @@ from typing import Any
 from coordinator.decoding.trial import TrialSums
 from outrider.config.deployment import DeploymentConfig, load_config
 from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.fleet.preflight import resolve_models
 from outrider.fleet.ray_cluster import Actor, Demand
 from outrider.fleet.replica_set import Fleet
 from outrider.fleet.spec import FleetSpec, plan_fleet
@@ -18,7 +19,7 @@ from outrider.registry.registry import Engagement, Role
 from outrider.replica.ray_actor import ActorLocation
 from tests.support.memory_registry import MemoryRegistry
 
-SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}
+SETTINGS = {"engine": "emulated:vocab_size=100", "draft_model": "emulated", "stop_timeout_s": 5}
 
 
 class Sitter(Actor):
@@ -151,7 +152,10 @@ class Machines:
 
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
-    """The spec with the name of the target's head, which `resolve_models` would find."""
+    """What `resolve_models` returns. For a real model, which is not there, only the name of the
+    target's head is filled in."""
+    if config.target.emulated is not None:
+        return resolve_models(config)
     drafter = config.draft.drafter
     head = drafter.name if drafter.runs_on == "target" else ""
     return replace(config, target=replace(config.target, head=head))
@@ -166,8 +170,8 @@ class World:
         self.running: asyncio.Task[None] | None = None
 
     def _plan(self, **changes: Any) -> FleetSpec:
-        config = resolved(load_config(SETTINGS | self.settings | changes, {}))
-        return plan_fleet(config, config, 0.0, "d", local=True)
+        given = load_config(SETTINGS | self.settings | changes, {})
+        return plan_fleet(given, resolved(given), 0.0, "d", local=True)
 
     async def upgrade(self, **changes: Any) -> None:
         """Ends the fleet's process. A new one takes over with another plan."""

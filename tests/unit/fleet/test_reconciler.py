@@ -252,6 +252,30 @@ async def test_drafts_come_and_go_with_their_use() -> None:
         assert (await host.world.registry.wanted())["draft"] == 0
 
 
+async def test_look_ups_draft_elsewhere_only_if_another_place_is_given() -> None:
+    """Unset, it is the target. To give this place replaces no replica, and no other change gives
+    it, so other drafters stay possible."""
+    async with playing(draft_model="suffix") as (host, found):
+
+        async def plans(**values: Any) -> tuple[str, str]:
+            await found.change(values)
+            plans = (await found.spec()).plans
+            return plans["coordinator"], plans["target"]
+
+        coordinator, target = await plans(max_num_seqs=7)
+        assert await plans(lookup_on="target") == (coordinator, target)
+        with pytest.raises(SettingError, match=r"^lookup_on: .*; give coordinator, or --d"):
+            await plans(draft_model="hybrid:suffix,emulated")
+        moved = await plans(lookup_on="coordinator")
+        assert moved[0] != coordinator
+        assert moved[1] != target
+        assert await plans(lookup_on=None) == (coordinator, target)
+        found = await host.restart(found)
+        await found.overview()
+        assert await plans(draft_model="hybrid:suffix,emulated") != (coordinator, target)
+        assert await plans(draft_model="suffix") == (coordinator, target)
+
+
 def sums_of(host: Host, gain: float) -> None:
     """After this call, coordinators report that the newest draft is faster by this factor. Every
     second call is not answered."""
@@ -402,13 +426,13 @@ async def test_a_trial_outlasts_a_store_that_is_away() -> None:
 @pytest.mark.parametrize(
     ("settings", "values", "share", "said"),
     [
-        ({}, {"draft_model": "suffix"}, 0.5, "on drafts and 'suffix' on coordinators, but a t"),
-        (LOOK_UP, {"draft_model": "emulated"}, 0.5, "'suffix' runs on coordinators and 'emulated'"),
+        ({}, {"draft_model": "suffix"}, 0.5, "on drafts and 'suffix' on targets, but a trial"),
+        (LOOK_UP, {"draft_model": "emulated"}, 0.5, "'suffix' runs on targets and 'emulated' on d"),
         (
-            LOOK_UP | {"lookup_on": "target"},
+            LOOK_UP | {"lookup_on": "coordinator"},
             {"draft_model": "emulated"},
             0.5,
-            "'suffix' runs on targets and 'emulated' on drafts",
+            "'suffix' runs on coordinators and 'emulated' on drafts",
         ),
         (
             LOOK_UP,
