@@ -734,11 +734,12 @@ class Fleet:
 
     async def _adopt_wanted(self) -> None:
         """Reads the wanted numbers from Redis. Writes the numbers that Redis lacks, and the number
-        of started replicas, because Redis may have lost its data."""
-        wanted = await self._registry.wanted()
+        of started replicas if Redis has another one, because it may have lost its data."""
+        wanted, num_started = await self._registry.wanted_and_started()
         if wanted.keys() != self.wanted.keys():
             await self._registry.want(self.wanted | wanted)
-        await self._registry.note_started(self._num_started)
+        if num_started != self._num_started:
+            await self._registry.note_started(self._num_started)
         bounded = self.spec.bounded(self.wanted | wanted)
         if bounded != self.wanted:
             _log.info("wanted replicas: %s", ", ".join(f"{role}={bounded[role]}" for role in ROLES))

@@ -116,11 +116,13 @@ class RedisRegistry:
 
     async def wanted(self) -> dict[Role, int]:
         """Returns the numbers that `want` stored. Omits numbers outside 0..`REPLICAS_MAX`."""
-        texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._expiry)
-        counts = (
-            (role, _number(text, REPLICAS_MAX)) for role, text in zip(ROLES, texts, strict=True)
-        )
-        return {role: count for role, count in counts if count is not None}
+        return (await self.wanted_and_started())[0]
+
+    async def wanted_and_started(self) -> tuple[dict[Role, int], int]:
+        """Returns what `wanted` and `started` return."""
+        read = ("HMGET", self._wanted, *ROLES, _STARTED)
+        [*wanted, started], _ = await self._run(read, self._expiry)
+        return _read_wanted(wanted), _read_started(started)
 
     async def note_started(self, number: int) -> None:
         """Stores the number of replicas that the deployment has started so far."""
@@ -129,7 +131,7 @@ class RedisRegistry:
     async def started(self) -> int:
         """Returns the number that `note_started` stored, or 0 without a valid number."""
         [text] = await self._run(("HGET", self._wanted, _STARTED))
-        return _number(text, REPLICA_NUMBER_MAX) or 0
+        return _read_started(text)
 
     async def announce_starts(self, each: Sequence[Starts]) -> None:
         """Begins or renews the lease of the reconciler's `Starts`, at most one for each role."""
@@ -216,6 +218,15 @@ def _number(text: bytes | None, most: int) -> int | None:
     if text is None or not text.isdigit() or len(text) > len(str(most)):
         return None
     return number if (number := int(text)) <= most else None
+
+
+def _read_wanted(texts: Sequence[bytes | None]) -> dict[Role, int]:
+    counts = ((role, _number(text, REPLICAS_MAX)) for role, text in zip(ROLES, texts, strict=True))
+    return {role: count for role, count in counts if count is not None}
+
+
+def _read_started(text: bytes | None) -> int:
+    return _number(text, REPLICA_NUMBER_MAX) or 0
 
 
 def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:

@@ -17,6 +17,8 @@ class MemoryRegistry(RedisRegistry):
         self._data = RedisData(lambda: asyncio.get_running_loop().time() * 1e3)
         self.failure: OutriderError | None = None
         """Error that each call raises, while set."""
+        self.requests: list[tuple[str, ...]] = []
+        """The names of the commands of each request."""
 
     def forget(self) -> None:
         """Loses all data, as a server that restarts without its file."""
@@ -25,6 +27,7 @@ class MemoryRegistry(RedisRegistry):
     async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:
         if self.failure is not None:
             raise self.failure
+        self.requests.append(tuple(str(name) for name, *_ in commands))
         return [self._data.run([str(word).encode() for word in words]) for words in commands]
 
     async def close(self) -> None:

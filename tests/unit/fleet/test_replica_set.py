@@ -216,6 +216,17 @@ async def test_what_was_wanted_stays_while_the_registry_is_away_or_has_lost_it()
         assert len(world.names("draft")) == 2
 
 
+async def test_the_number_of_started_replicas_is_written_only_if_redis_has_another() -> None:
+    async with playing() as world:
+        world.registry.requests.clear()
+        await asyncio.sleep(10)
+        assert not any("HSET" in names for names in world.registry.requests)
+        world.actor(world.names("draft")[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(10)
+        assert sum("HSET" in names for names in world.registry.requests) == 1
+        assert await world.registry.started() == world.fleet._num_started == 4
+
+
 async def test_what_is_being_started_is_announced() -> None:
     """With the time that the last start took, also after a restart of the reconciler."""
     async with playing(model="m", engine="transformers") as world:
