@@ -73,7 +73,7 @@ class HangWatch:
         """Reads the registry once, and begins to ask each replica without a lease."""
         watched = self._replicas()
         try:
-            leased = await self._registry.fleet()
+            leased = await self._registry.leased([(one.role, one.name) for one in watched])
         except OutriderError as error:
             if self._trusted_from < math.inf:
                 _log.info("hung replicas are not noticed while Redis does not answer: %s", error)
@@ -83,9 +83,8 @@ class HangWatch:
         self._trusted_from = min(self._trusted_from, now + LEASE_S)
         if now < self._trusted_from:
             return
-        listed = {record.name for records in leased.values() for record in records}
         for replica in watched:
-            if replica.name not in listed and replica.name not in self._asking:
+            if replica.name not in leased and replica.name not in self._asking:
                 self._begin(replica)
 
     def _begin(self, replica: Watched) -> None:

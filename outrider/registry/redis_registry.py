@@ -102,6 +102,13 @@ class RedisRegistry:
         left = await self._run(*(("PTTL", self._key(role, record.name)) for record in records))
         return [(record, max(0, ms) / 1e3) for record, ms in zip(records, left, strict=True)]
 
+    async def leased(self, replicas: Sequence[tuple[Role, str]]) -> set[str]:
+        """Returns the names of those of the `replicas` (role, name) that have a lease. Raises
+        `StoreUnavailable` also while Redis refuses writes, because then no lease can be renewed."""
+        keys = [self._key(role, name) for role, name in replicas]
+        *found, _ = await self._run(*(("EXISTS", key) for key in keys), self._expiry)
+        return {name for (_, name), exists in zip(replicas, found, strict=True) if exists}
+
     async def want(self, counts: Mapping[Role, int]) -> None:
         """Stores the wanted number of replicas of each role in `counts`."""
         fields = [part for role, count in counts.items() for part in (role, count)]

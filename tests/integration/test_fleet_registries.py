@@ -1,6 +1,7 @@
 """The registry against a real Redis server."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import redis
@@ -102,8 +103,9 @@ async def test_a_server_that_refuses_writes_reports_no_replica_as_gone(
     try:
         with pytest.raises(StoreUnavailable):
             await registry.announce(TARGET)
-        with pytest.raises(StoreUnavailable):
-            await registry.records("target")
+        for read in (registry.fleet, partial(registry.leased, [])):
+            with pytest.raises(StoreUnavailable):
+                await read()
     finally:
         admin.config_set("min-replicas-to-write", 0)
     await registry.announce(TARGET)

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from outrider.errors import StoreUnavailable, Unavailable
-from outrider.fleet.hang_watch import ANSWER_S, CALLS, HANG_CHECK_S, LATE_CALLS, LATE_S
+from outrider.fleet.hang_watch import ANSWER_S, CALLS, HANG_CHECK_S, LATE_CALLS, LATE_S, HangWatch
 from outrider.registry.registry import LEASE_S, RENEWAL_S, ROLES, ReplicaRecord, Role
 from tests.support.fleet_world import Sitter, World, playing
 
@@ -206,10 +206,19 @@ async def test_long_silence_counts_even_if_the_reconciler_always_runs_late() -> 
         assert fleet.world.machines.removed == [hung]
 
 
+async def test_a_check_is_one_request_to_redis() -> None:
+    async with announced(**TWO_EACH) as fleet:
+        world = fleet.world
+        watch = HangWatch(world.registry, lambda: world.fleet.replicas)
+        world.registry.requests.clear()
+        await watch.check()
+        assert len(world.registry.requests) == 1
+
+
 async def test_an_unknown_error_of_the_registry_does_not_end_the_watch() -> None:
     async with announced() as fleet:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fleet.world.registry, "fleet", Mock(side_effect=RuntimeError("a bug")))
+            patch.setattr(fleet.world.registry, "leased", Mock(side_effect=RuntimeError("a bug")))
             await asyncio.sleep(5)
         fleet.stop(fleet.world.names("draft")[0])
         await asyncio.sleep(20)
@@ -225,7 +234,7 @@ async def test_if_the_fleet_fails_the_watch_ends_too() -> None:
             patch.setattr(world.fleet, "_step", Mock(side_effect=RuntimeError("a bug")))
             await asyncio.wait([world.running])
             read = Mock(side_effect=RuntimeError("read"))
-            patch.setattr(world.registry, "fleet", read)
+            patch.setattr(world.registry, "leased", read)
             await asyncio.sleep(5)
         assert isinstance(world.running.exception(), ExceptionGroup)
         assert not read.called

@@ -9,7 +9,14 @@ import pytest
 
 from outrider.errors import StoreUnavailable
 from outrider.registry.redis_registry import Lease
-from outrider.registry.registry import LEASE_S, RENEWAL_S, STARTS_LEASE_S, ReplicaRecord, Starts
+from outrider.registry.registry import (
+    LEASE_S,
+    RENEWAL_S,
+    STARTS_LEASE_S,
+    ReplicaRecord,
+    Role,
+    Starts,
+)
 from tests.support.memory_registry import MemoryRegistry
 
 pytestmark = pytest.mark.virtual
@@ -165,6 +172,21 @@ async def test_starts_are_announced_for_the_time_of_a_restart() -> None:
     assert await registry.starts() == {"coordinator": Starts("coordinator"), "target": first}
     await asyncio.sleep(0.2)
     assert await registry.starts() == {}
+
+
+async def test_replicas_that_have_a_lease_are_found_in_one_request() -> None:
+    """Also without replicas, a request shows that Redis answers."""
+    registry, asked = MemoryRegistry(), list[tuple[Role, str]]()
+    assert await registry.leased(asked) == set()
+    await registry.announce(TARGET)
+    asked += [("target", "target-0"), ("target", "target-1")]
+    assert await registry.leased(asked) == {"target-0"}
+    await asyncio.sleep(LEASE_S)
+    assert await registry.leased(asked) == set()
+    assert len(registry.requests) == 3 + 1
+    registry.failure = StoreUnavailable("away")
+    with pytest.raises(StoreUnavailable):
+        await registry.leased([])
 
 
 @pytest.mark.parametrize(
