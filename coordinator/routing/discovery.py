@@ -87,7 +87,7 @@ class Discovery:
         self._pools: dict[Role, TargetPool | DraftPool] = {"target": targets, "draft": drafts}
         self._registered = registered
         self._records: dict[Role, dict[str, ReplicaRecord]] = {role: {} for role in ROLES}
-        self.wanted: dict[Role, int] = {}
+        self.wanted: Mapping[Role, int] = {}
         """Role -> number of replicas that should run, from the registry."""
         self.present: dict[Role, int] = {}
         """Role -> number of replicas in the registry that are neither leaving nor on trial."""
@@ -146,19 +146,17 @@ class Discovery:
 
     async def refresh(self) -> None:
         """Reads the registry once, and updates the pools."""
-        registry = self._known.registry
         try:
-            records = await registry.fleet()
-            self.wanted = await registry.wanted()
-            starts = await registry.starts()
+            contents = await self._known.registry.contents()
         except OutriderError as error:
             if not self._away:
                 _log.warning("the registry cannot be read; replicas are not updated: %s", error)
             self._away = True
         else:
+            self.wanted = contents.wanted
             for role, pool in self._pools.items():
-                pool.starts = starts.get(role, Starts(role))
-            self.update(records)
+                pool.starts = contents.starts.get(role, Starts(role))
+            self.update(contents.records)
 
     def update(self, by_role: Mapping[Role, Sequence[ReplicaRecord]]) -> None:
         """Updates the pools from all current records of the registry."""

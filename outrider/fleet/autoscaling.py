@@ -59,10 +59,9 @@ class Autoscaler:
     async def adjust(self) -> None:
         if not self.config.bounds:
             return
-        wanted = await self._registry.wanted()
-        records = await self._registry.fleet()
-        now = asyncio.get_running_loop().time()
-        for role, count, reason in self.decide(now, wanted, records):
+        contents = await self._registry.contents()
+        wanted, now = contents.wanted, asyncio.get_running_loop().time()
+        for role, count, reason in self.decide(now, wanted, contents.records):
             # `outrider scale` may have changed the number meanwhile, and then has the last word.
             if await self._registry.change_wanted(role, wanted[role], count):
                 _log.info("wanted: %s=%d, %s", role, count, reason)

@@ -14,8 +14,9 @@ choose what code or model a replica runs."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import InvariantError, OutriderError, check
@@ -41,6 +42,18 @@ if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that the registry holds."""
+
+    records: Mapping[Role, Sequence[ReplicaRecord]]
+    """See `RedisRegistry.fleet`."""
+    wanted: Mapping[Role, int]
+    """See `RedisRegistry.wanted`."""
+    starts: Mapping[Role, Starts]
+    """See `RedisRegistry.starts`."""
 
 
 class RedisRegistry:
@@ -73,7 +86,25 @@ class RedisRegistry:
     async def fleet(self, roles: Sequence[Role] = ROLES) -> dict[Role, list[ReplicaRecord]]:
         """Maps each role to the records of its replicas with current leases, sorted by name. Omits
         invalid records. Removes names without a lease from Redis."""
-        members = await self._run(*(("SMEMBERS", self._names(role)) for role in roles))
+        return await self._read_records(roles, await self._run(*self._list_names(roles)))
+
+    async def contents(self) -> Contents:
+        """Returns what `fleet`, `wanted` and `starts` return, in two requests to Redis."""
+        *members, wanted, _, [starts] = await self._run(
+            *self._list_names(ROLES),
+            ("HMGET", self._wanted, *ROLES),
+            self._expiry,
+            ("MGET", self._starts),
+        )
+        records = await self._read_records(ROLES, members)
+        return Contents(records, _read_wanted(wanted), _read_starts(starts))
+
+    def _list_names(self, roles: Sequence[Role]) -> list[tuple[str, str]]:
+        return [("SMEMBERS", self._names(role)) for role in roles]
+
+    async def _read_records(
+        self, roles: Sequence[Role], members: Sequence[Collection[bytes]]
+    ) -> dict[Role, list[ReplicaRecord]]:
         keys = [
             (role, name)
             for role, names in zip(roles, members, strict=True)
@@ -85,7 +116,7 @@ class RedisRegistry:
         [texts] = await self._run(("MGET", *(self._key(role, name) for role, name in keys)))
         over: list[tuple[str, ...]] = []
         for (role, name), text in zip(keys, texts, strict=True):
-            record = _read(role, name, text)
+            record = _read_record(role, name, text)
             if record is not None:
                 records[role].append(record)
             elif text is None:
@@ -153,11 +184,7 @@ class RedisRegistry:
         """Returns what `announce_starts` stored, by role. Empty without a lease, or if the stored
         text is invalid."""
         [[text]] = await self._run(("MGET", self._starts))
-        try:
-            return {} if text is None else Starts.from_json(text)
-        except ValueError as error:
-            _log.warning("an invalid announcement of starts is ignored: %s", error)
-            return {}
+        return _read_starts(text)
 
     async def close(self) -> None:
         """Closes the connections to Redis."""
@@ -236,7 +263,15 @@ def _read_started(text: bytes | None) -> int:
     return _number(text, REPLICA_NUMBER_MAX) or 0
 
 
-def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:
+def _read_starts(text: bytes | None) -> dict[Role, Starts]:
+    try:
+        return {} if text is None else Starts.from_json(text)
+    except ValueError as error:
+        _log.warning("an invalid announcement of starts is ignored: %s", error)
+        return {}
+
+
+def _read_record(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:
     if text is None:
         return None
     try:

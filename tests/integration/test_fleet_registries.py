@@ -103,7 +103,7 @@ async def test_a_server_that_refuses_writes_reports_no_replica_as_gone(
     try:
         with pytest.raises(StoreUnavailable):
             await registry.announce(TARGET)
-        for read in (registry.fleet, partial(registry.leased, [])):
+        for read in (registry.fleet, registry.contents, partial(registry.leased, [])):
             with pytest.raises(StoreUnavailable):
                 await read()
     finally:

@@ -27,7 +27,7 @@ from outrider.fleet.hang_watch import HangWatch
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.limits import UNCOMMITTED_MS_MAX
 from outrider.redis.connection import Script
-from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import Starts
 from outrider.replica.step_loop import Release, StepLoop
 from outrider.replica.step_watch import StepWatch
 from outrider.sessions import redis_store
@@ -300,7 +300,7 @@ def steps_take_for_ever(patch: Patch) -> None:
 def starts_unknown(patch: Patch) -> None:
     """Requests do not wait for the only target that is being started."""
     patch.setattr(scenario, "SLOW_STARTS_SHARE", 1.0)
-    patch.setattr(RedisRegistry, "starts", AsyncMock(return_value={}))
+    patch.setattr(Starts, "from_json", lambda text: {})
 
 
 def target_decides_otherwise(patch: Patch) -> None:

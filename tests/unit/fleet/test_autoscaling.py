@@ -8,6 +8,7 @@ import pytest
 from outrider.config.deployment import AutoscaleConfig
 from outrider.errors import StoreUnavailable
 from outrider.fleet.autoscaling import Autoscaler
+from outrider.registry.redis_registry import Contents
 from outrider.registry.registry import Figures, ReplicaRecord, Role
 from tests.support.memory_registry import MemoryRegistry
 
@@ -200,8 +201,8 @@ async def test_what_is_wanted_follows_what_replicas_say() -> None:
 
 async def test_a_number_that_an_operator_wants_is_not_overwritten() -> None:
     class Busy(MemoryRegistry):
-        async def fleet(self, *roles: Any) -> Any:
-            found = await super().fleet(*roles)
+        async def contents(self) -> Contents:
+            found = await super().contents()
             await self.want({"target": 7})  # `outrider scale`, while the autoscaler decides.
             return found
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.errors import StoreUnavailable
-from outrider.registry.redis_registry import Lease
+from outrider.registry.redis_registry import Contents, Lease
 from outrider.registry.registry import (
     LEASE_S,
     RENEWAL_S,
@@ -172,6 +172,19 @@ async def test_starts_are_announced_for_the_time_of_a_restart() -> None:
     assert await registry.starts() == {"coordinator": Starts("coordinator"), "target": first}
     await asyncio.sleep(0.2)
     assert await registry.starts() == {}
+
+
+async def test_all_contents_are_read_in_two_requests() -> None:
+    registry = MemoryRegistry()
+    for record in (TARGET, replace(TARGET, role="draft")):
+        await registry.announce(record)
+    await registry.want({"target": 2})
+    await registry.announce_starts([Starts("target", ("target-3",), expected=True)])
+    each = Contents(await registry.fleet(), await registry.wanted(), await registry.starts())
+    registry.requests.clear()
+    assert await registry.contents() == each
+    assert all((each.records["draft"], each.wanted, each.starts))
+    assert len(registry.requests) == 2
 
 
 async def test_replicas_that_have_a_lease_are_found_in_one_request() -> None:

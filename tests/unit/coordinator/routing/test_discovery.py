@@ -262,6 +262,14 @@ async def test_a_pool_learns_what_is_being_started_until_the_announcement_ends(
     assert world.pool.starts == Starts("target")
 
 
+async def test_a_read_of_the_registry_is_two_requests(world: World) -> None:
+    world.following.cancel()
+    await world.registry.announce(record("a"))
+    world.registry.requests.clear()
+    await world.fleet.refresh()
+    assert len(world.registry.requests) == 2
+
+
 async def test_a_start_waits_for_a_target_to_announce_itself(world: World) -> None:
     """At most for a lease, as after the registry lost its data."""
     loop = asyncio.get_running_loop()
