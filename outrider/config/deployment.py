@@ -192,10 +192,10 @@ class ModelServerConfig(ServerConfig):
     num_threads: Annotated[int, between(0, THREADS_MAX)] = 0
     """Number of threads that run a replica's steps; 0 = all cores for a target, half of the cores
     for each draft. If `outrider serve` starts several targets on this machine, these divide its
-    cores; drafts do not. With 0, a target that has all cores uses one thread for steps of a few
-    milliseconds that more threads hardly shorten, and one thread fewer for small steps while other
-    processes slow it down. In its other steps, each thread has a core of its own (not with
-    `deterministic`)."""
+    cores; drafts do not. With 0 and without `deterministic`, a target that has all cores uses one
+    thread for steps of a few milliseconds that more threads hardly shorten, and one thread fewer
+    for small steps while other processes slow it down. If a target's step has as many threads as
+    there are cores, each thread has a core of its own."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""

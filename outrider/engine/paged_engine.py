@@ -54,6 +54,7 @@ class PagedEngine(PagedSequences):
         max_num_seqs: int = ENGINE_SEQUENCES_MAX,
         kv_cache_memory_bytes: int = KV_CACHE_BYTES_DEFAULT,
         contended_threads: int | None = None,
+        own_cores: bool = False,
         deterministic: bool = False,
         backend: DeviceBackend | None = None,
         least: Callable[[int], int] = int,
@@ -69,6 +70,8 @@ class PagedEngine(PagedSequences):
         contended_threads  number of threads for small steps while other processes use the cores.
                            If set, *short* steps (`find_short_tokens`) always run on one thread.
                            None = all steps run on all threads
+        own_cores          whether the threads of a step that uses all cores stay on cores of their
+                           own
         deterministic      whether the same prefix always has bit-equal logits: alone or beside
                            other sequences, run in one step or in several, cached or not
         backend            attention kernels of a device; not used if their self-check fails on any
@@ -85,7 +88,7 @@ class PagedEngine(PagedSequences):
         self._module: Any = module
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
-        self._threads = StepThreads(contended_threads)
+        self._threads = StepThreads(contended_threads, own_cores=own_cores)
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._backend = None if deterministic else backend
         self._deterministic, self._least, self._kernels = deterministic, least, kernels
@@ -292,6 +295,7 @@ class PagedEngine(PagedSequences):
         self, run: Callable[[HeldStep], Tensor], steps: Sequence[SequenceStep], whole: bool = True
     ) -> tuple[Tensor, list[int]]:
         if not self._threads.varies:
+            self._threads.use_all()
             return super()._run(run, steps, whole)
         num_tokens = sum(len(step.token_ids) for step in steps)
         num_held = sum(self.length(step.sequence_id) for step in steps)

@@ -74,7 +74,7 @@ class OwnCores:
     sessions of the demo target on two cores, this was so for 30 % of the time."""
 
     def __init__(self, num_threads: int) -> None:
-        """`num_threads`: the largest number of threads of a step."""
+        """`num_threads`: the largest number of threads of a step; 0 = no thread is bound."""
         self._cores: list[int] = []
         """Core of the calling thread, and of each worker; empty = threads may run on all cores."""
         if sys.platform == "linux" and len(cores := os.sched_getaffinity(0)) == num_threads > 1:
@@ -233,12 +233,13 @@ larger steps vary too much for the comparison in `ContendedThreads`."""
 class StepThreads:
     """Chooses the number of threads of each step of an engine."""
 
-    def __init__(self, fewer: int | None) -> None:
-        """`fewer`: see `ContendedThreads`; None = each step runs on all threads."""
+    def __init__(self, fewer: int | None, *, own_cores: bool = False) -> None:
+        """`fewer`: see `ContendedThreads`; None = each step runs on all threads. `own_cores`:
+        whether threads stay on cores of their own (see `OwnCores`)."""
         self._fewer, self._every = fewer, torch.get_num_threads()
         self._contended: ContendedThreads | None = None
         self._short_tokens = 0
-        self._cores = OwnCores(self._every)
+        self._cores = OwnCores(self._every if own_cores else 0)
 
     @property
     def counts(self) -> list[int]:
@@ -257,6 +258,10 @@ class StepThreads:
     def varies(self) -> bool:
         """Whether `use_fewer` was called. Until then, each step runs on all threads."""
         return self._contended is not None
+
+    def use_all(self) -> None:
+        """Must be called before each step that runs outside the context `step`."""
+        self._cores.use(self._every)
 
     @contextmanager
     def step(self, num_tokens: int, num_held: int, whole: bool) -> Iterator[None]:

@@ -68,9 +68,10 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
         speed_up(layer.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
+    has_cores = config.role == "target" and device.type == "cpu" and ranks is None
     # A target uses fewer threads for short steps, and for small ones while others use the cores.
     is_set = config.num_threads > 0 or config.deterministic
-    spares = config.role == "target" and device.type == "cpu" and ranks is None and not is_set
+    spares = has_cores and not is_set
     quantization = quantization_of(module.config)
     trying = refusing(f"model {config.model}:", quantization) if quantization else nullcontext()
     with with_setting_keys(type(config)), trying:
@@ -80,6 +81,7 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             max_num_seqs=config.max_num_seqs,
             kv_cache_memory_bytes=_kv_cache_bytes(config, device),
             contended_threads=num_threads - 1 if spares and num_threads > 1 else None,
+            own_cores=has_cores,
             deterministic=config.deterministic,
             backend=backend,
             least=int if ranks is None else partial(least, ranks, device=device),

@@ -4,6 +4,7 @@ rollback, sharing or eviction, results are as if it had not happened."""
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from outrider.engine import paged_engine
 from outrider.engine.cpu.fused_decoder import SPAN_TOKENS_MAX
 from outrider.errors import BadRequest
 from outrider.interfaces.engine import SequenceStep
+from outrider.kernels.threads import on_threads
 from tests.support.models import tiny_config, tiny_module, twin
 from tests.support.paged_engines import (
     FAMILIES,
@@ -254,6 +256,24 @@ def test_short_steps_run_on_one_thread_if_the_engine_may_use_fewer(
     finally:
         torch.set_num_threads(before)
     assert found == counts
+
+
+@pytest.mark.parametrize("contended_threads", [1, None])
+@pytest.mark.parametrize("own_cores", [True, False])
+def test_before_a_step_its_threads_go_to_their_cores(
+    own_cores: bool,
+    contended_threads: int | None,
+    make_engine: EngineMaker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_engine, "find_short_tokens", lambda counts, run_step: 8)
+    cores = Mock()
+    monkeypatch.setattr("outrider.kernels.threads.OwnCores", cores)
+    with on_threads(2):
+        engine = make_engine(llama(), contended_threads=contended_threads, own_cores=own_cores)
+        cores.assert_called_once_with(2 if own_cores else 0)
+        run(engine, "a", ids(9), 1)
+    cores.return_value.use.assert_called_with(2)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 8])

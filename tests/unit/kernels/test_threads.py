@@ -162,7 +162,8 @@ async def test_a_step_on_all_cores_keeps_each_thread_on_its_core() -> None:
         "torch.set_num_threads(len(cores))\n"
         "from outrider.replica.drivers import ThreadDriver\n"
         "from outrider.kernels.threads import StepThreads, start_workers\n"
-        "driver, threads, workers = ThreadDriver('step', lambda: 0.0), StepThreads(1), []\n"
+        "driver, workers = ThreadDriver('step', lambda: 0.0), []\n"
+        "threads = StepThreads(1, own_cores=True)\n"
         "threads.use_fewer(1)\n"
         "def step(num_tokens):\n"
         "    with threads.step(num_tokens, 1, whole=True):\n"
@@ -225,6 +226,17 @@ def test_threads_move_when_a_step_leaves_a_core_to_others(monkeypatch: pytest.Mo
     monkeypatch.setattr("outrider.kernels.threads._started", SimpleNamespace(workers=(11, 12, 13)))
     cores.use(3)
     assert kernel.is_bound
+
+
+@pytest.mark.parametrize("own_cores", [True, False])
+def test_threads_may_have_own_cores_where_all_steps_run_on_all(
+    own_cores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel(monkeypatch, 3)
+    torch.set_num_threads(3)
+    threads = StepThreads(None, own_cores=own_cores)
+    threads.use_all()
+    assert (kernel.is_bound, kernel.is_free) == (own_cores, not own_cores)
 
 
 def test_all_threads_move_if_one_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:

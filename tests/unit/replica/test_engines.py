@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outrider.config.deployment import DraftConfig, TargetConfig
+from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.tensor_parallel import group, parallel_engine
 from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous
 from outrider.errors import BadRequest, ConfigError, SettingError
@@ -104,6 +106,33 @@ def test_pages_are_counted_in_the_dtype_that_is_used(
     assert engine.info.dtype == "float32"
     assert engine.page_counts().num_pages == native.page_counts().num_pages // 2
     assert engine.kernels_name == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "fewer", "own_cores"),
+    [
+        (TargetConfig(), 1, True),
+        (TargetConfig(num_threads=2), None, True),
+        (TargetConfig(deterministic=True), None, True),
+        (DraftConfig(model="tiny"), None, False),
+    ],
+)
+def test_threads_of_a_target_have_own_cores_also_if_all_steps_run_on_all_threads(
+    config: TargetConfig | DraftConfig,
+    fewer: int | None,
+    own_cores: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = Mock(wraps=PagedEngine)
+    monkeypatch.setattr("outrider.engine.paged_engine.PagedEngine", make)
+    before = torch.get_num_threads()
+    try:
+        build_engine(replace(config, directory=str(save_tiny_model(tmp_path))), 2)
+    finally:
+        torch.set_num_threads(before)
+    options = make.call_args.kwargs
+    assert (options["contended_threads"], options["own_cores"]) == (fewer, own_cores)
 
 
 def scale_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
