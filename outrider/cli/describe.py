@@ -19,7 +19,7 @@ from outrider.replica.threads import available_cores
 from .command import Arguments, command, json_option
 from .output import MASK, masked_settings, tell
 
-LIBRARIES = ("torch", "transformers", "ray", "vllm", "amd-pace")
+LIBRARIES = ("torch", "transformers", "ray", "vllm", "amd-pace", "openvino")
 INSTRUCTIONS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "amx_bf16", "sve", "sve_bf16")
 """The instruction sets that decide which kernels run and how fast."""
 VARIABLES = (
@@ -70,11 +70,14 @@ def _processor() -> dict[str, Any]:
     import torch
 
     from outrider.kernels.cpu import KernelsUnavailable, load_pace
+    from outrider.kernels.openvino import load_openvino
 
-    try:
-        kernels = load_pace().name
-    except KernelsUnavailable as error:
-        kernels = f"none: {error}"
+    kernels = []
+    for load in (load_pace, load_openvino):
+        try:
+            kernels.append(load().name)
+        except KernelsUnavailable as error:
+            kernels.append(f"none: {error}")
     has = torch.cpu.get_capabilities()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {

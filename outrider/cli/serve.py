@@ -495,6 +495,7 @@ def _lines(facts: Facts) -> Iterator[str]:
         prints = [f"{name} {facts[key][:12]}" for key, name in PRINTS.items() if facts[key]]
         yield ", ".join(filter(None, (facts["model"], facts["dtype"], *prints)))
         yield facts["dtype_note"]
+        yield f"steps run on {facts['kernels']}" if facts["kernels"] else ""
         yield facts["draft_note"]
         yield coupling_note(facts["row_coupling"])
     if "lease_age_s" in facts:

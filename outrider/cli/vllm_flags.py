@@ -55,7 +55,6 @@ SERVE: Mapping[str, str] = {
     "-pp": _ONE_WAY,
     "--enable-expert-parallel": _ONE_WAY,
     "--distributed-executor-backend": _RAY,
-    "--quantization": "the model's files say how it is quantised; leave it out",
     "--kv-cache-dtype": "keys and values have the data type of the weights (`--dtype`)",
     "--block-size": "the size of a page cannot be chosen; leave it out",
     "--num-gpu-blocks-override": "give `--kv-cache-memory-bytes`",

@@ -28,6 +28,7 @@ from outrider.foundation.settings import (
     checked,
     layers,
     settings_of,
+    with_setting_keys,
 )
 from outrider.redis.address import RedisAddress
 from outrider.registry.registry import Membership, Role
@@ -166,14 +167,20 @@ class ModelServerConfig(ServerConfig):
     """Compute logits that are bit-identical regardless of the other tokens in the step. Under the
     rules coupled and greedy, the output then depends neither on `num_draft_tokens` nor on other
     sessions. This setting makes all kernels slower except the fused CPU kernels."""
-    cpu_kernels: Literal["auto", "torch"] = "auto"
-    """Kernels for steps on a CPU: `torch` = torch's operators; `auto` = the fused kernels of
-    amd-pace if it is installed and supports the processor and the model, otherwise `torch`."""
+    cpu_kernels: Literal["auto", "amd-pace", "openvino", "torch"] = "auto"
+    """Kernels for steps on a CPU: `amd-pace` = its fused kernels, for bfloat16 on processors with
+    AVX-512 BF16; `openvino` = OpenVINO's runtime, for float32; `torch` = torch's operators; `auto`
+    = the first of these that is installed and supports the processor and the dtype. If it cannot
+    run the model, torch's operators do."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model's files."""
     dtype: Dtype = "auto"
     """Data type of the weights; `auto` = as in the files, but `float32` in place of `bfloat16` on a
     CPU that lacks instructions for `bfloat16`."""
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Round the weights of linear layers to 8 or 4 bits, for less memory and faster steps on a CPU
+    with OpenVINO. The model with rounded weights is then the model: output is exact with respect to
+    it. `none` = weights as in the files."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Largest number of tokens of prompt and completion together; 0 = as many as the model allows
     and the memory for keys and values can hold."""
@@ -203,6 +210,31 @@ class ModelServerConfig(ServerConfig):
     tokenizer_directory: Internal[str] = ""
     """Directory of the target's tokenizer, which constraints need; empty without a tokenizer."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantization == "none":
+            return
+        with with_setting_keys(type(self)):
+            self._check_quantization()
+
+    def _check_quantization(self) -> None:
+        for name, allowed in (
+            ("dtype", ("auto", "float32")),
+            ("cpu_kernels", ("auto", "openvino")),
+            ("tensor_parallel_size", (1,)),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                key = settings_of(type(self))[name].key
+                raise SettingError(
+                    "quantization",
+                    f"{self.quantization} is for OpenVINO in float32 on one rank, but {key} is "
+                    f"{value}; give {key} {allowed[0]}",
+                )
+        if self.emulated is not None:
+            raise SettingError(
+                "quantization", f"{self.quantization} is wrong; an emulated engine has no weights"
+            )
+
     @property
     def model_engine(self) -> str:
         return self.engine
@@ -214,7 +246,14 @@ class ModelServerConfig(ServerConfig):
 
 
 _OF_REPLICAS = ("port", "num_cpus", "num_gpus", "num_threads")
-_OF_MODELS = ("model", "dtype", "max_model_len", "kv_cache_memory_bytes", "tensor_parallel_size")
+_OF_MODELS = (
+    "model",
+    "dtype",
+    "quantization",
+    "max_model_len",
+    "kv_cache_memory_bytes",
+    "tensor_parallel_size",
+)
 
 
 @checked("draft_", _OF_REPLICAS + _OF_MODELS)

@@ -35,6 +35,7 @@ _SETTINGS = {
     "num_speculative_tokens": "num_draft_tokens",
     "draft_tensor_parallel_size": "draft_tensor_parallel_size",
     "max_model_len": "draft_max_model_len",
+    "quantization": "draft_quantization",
     "prompt_lookup_min": "ngram_min",
     "prompt_lookup_max": "ngram_max",
     "suffix_decoding_max_tree_depth": "suffix_depth",

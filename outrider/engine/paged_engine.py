@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,29 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.batch import HeldStep, shipped, slots_at
-from outrider.engine.cpu.fused_decoder import (
-    SPAN_TOKENS_MAX,
-    CannotFuse,
-    FusedDecoder,
-    FusedSteps,
-    find_span_tokens,
-)
+from outrider.engine.cpu.decoders import CpuDecoder, CpuKernels, DecoderSteps, new_decoder
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
 from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.gathered_attention import GatheredSteps, Steps
 from outrider.engine.paged_sequences import PagedSequences, newest_rows
 from outrider.errors import ConfigError, InvariantError, SettingError, check
 from outrider.interfaces.engine import ModelInfo, SequenceStep
-from outrider.kernels.cpu import PaceKernels
+from outrider.kernels.openvino import OpenVino
 from outrider.kernels.threads import StepThreads, find_short_tokens
 from outrider.kv_cache.attention import LayerPages, find_layers
 from outrider.kv_cache.block_pool import BlockPool
 from outrider.kv_cache.storage import KVCache, LayerShape, page_bytes_of, pages_in
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 from outrider.models import compatibility
+from outrider.models.decoder_parts import CannotFuse, DecoderParts
 from outrider.models.draft_head import LoadedDraftHead
 from outrider.models.fingerprint import numerics_fingerprint
 from outrider.models.linear_layers import align_activations, block_rows
+from outrider.models.module_replacement import pack_linears
 from outrider.models.target_layers import TappedLayer, tap_layers, tapped_layers
 
 _SHORT_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -60,7 +57,7 @@ class PagedEngine(PagedSequences):
         least: Callable[[int], int] = int,
         draft_layer: LoadedDraftHead | None = None,
         drafts_apart: bool = False,
-        kernels: PaceKernels | None = None,
+        kernels: CpuKernels | None = None,
     ) -> None:
         """A step has at most `max_num_seqs` sequences. The pages take at most
         `kv_cache_memory_bytes`. There are at most as many pages as `max_num_seqs` sequences of full
@@ -81,7 +78,7 @@ class PagedEngine(PagedSequences):
         draft_layer        a drafting head for this model; None on all ranks but rank 0
         drafts_apart       whether the head drafts on draft replicas; the engine then supports
                            `held_features`, but not `forward_draft`
-        kernels            fused kernels for steps; not used if their self-check fails
+        kernels            kernels for whole steps on a CPU; not used if their self-check fails
 
         Raises `ConfigError` if the model cannot run on pages, or cannot run deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
@@ -92,12 +89,13 @@ class PagedEngine(PagedSequences):
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._backend = None if deterministic else backend
         self._deterministic, self._least, self._kernels = deterministic, least, kernels
-        self._decoder: FusedDecoder | None = None
-        self._span_tokens = SPAN_TOKENS_MAX
+        self._decoder: CpuDecoder | None = None
+        self.kernels_note = ""
+        """Why the steps do not run on `kernels`. Empty if they do."""
         self.draft_layer = draft_layer
         self._drafts_apart = drafts_apart
         self._taps: dict[int, TappedLayer] = {}
-        """Wrappers of the layers that the head reads, by index. Fused kernels do not call them."""
+        """Wrappers of the layers that the head reads, by index. A decoder does not call them."""
         self.rows_are_equal = False
         """Whether every bit of a row's logits is independent of the other rows of its step."""
         self._draft_shapes: list[LayerShape] = []
@@ -117,43 +115,56 @@ class PagedEngine(PagedSequences):
     def _build(self, info: ModelInfo, max_num_seqs: int, kv_cache_memory_bytes: int) -> None:
         expected = self._dense_answers(info)
         self._layers = find_layers(self._module, info.max_model_len)
-        shapes = [layer.shape for layer in self._layers]
-        pages_of_longest = -(-info.max_model_len // PAGE_SIZE)
         self.info, self._max_num_seqs = info, compatibility.SELF_CHECK_SEQUENCES
-        self._decoder = self._fused(info)
+        self._decoder = self._new_decoder(info)
         if self.draft_layer is not None:
             head = self.draft_layer.module
             watched = tap_layers(self._module, head.layer_ids)
             self._taps = dict(zip(head.layer_ids, watched, strict=True))
             self.feature_width = head.width if self._drafts_apart else 0
             self._draft_shapes = draft_shapes(head, self._dtype, self._device, self._drafts_apart)
-            shapes += self._draft_shapes
         self._try(*expected)
-        num_pages = pages_in(kv_cache_memory_bytes, page_bytes_of(shapes, PAGE_SIZE))
-        num_pages = self._least(min(num_pages, max_num_seqs * pages_of_longest))
         self._max_num_seqs = max_num_seqs
-        if self._deterministic and self._decoder is None:
-            self._make_independent(num_pages)
+        if self._deterministic and not self.rows_are_equal:
+            self._make_independent(kv_cache_memory_bytes)
+        num_pages = self._num_pages(kv_cache_memory_bytes)
         self._use_pages(num_pages)
-        self.info = replace(info, max_model_len=min(info.max_model_len, num_pages * PAGE_SIZE))
+        if self._decoder is not None:
+            self._decoder.drop_sources()
+        longest = num_pages * self._page_size
+        self.info = replace(info, max_model_len=min(info.max_model_len, longest))
         if self.rows_are_equal:
             numerics = numerics_fingerprint(
                 self._device,
                 self._dtype,
                 self.kernels_name,
-                self._span_tokens,
+                None if self._decoder is None else self._decoder.numerics,
                 self._threads.counts,
                 self._layers[0].query_heads,
-                PAGE_SIZE,
+                self._page_size,
             )
             self.info = replace(self.info, numerics=numerics)
         _log.info(
             "model %s: %d pages of %d tokens for keys and values, %.1f MiB",
             info.name,
             num_pages,
-            PAGE_SIZE,
+            self._page_size,
             self.kv_cache_bytes / 2**20,
         )
+
+    @property
+    def _page_tokens(self) -> int:
+        """The number of tokens of a page from the next `_use_pages` on."""
+        return PAGE_SIZE if self._decoder is None else self._decoder.page_size
+
+    def _num_pages(self, num_bytes: int) -> int:
+        """The number of pages that `num_bytes` hold, at most as many as sequences can need."""
+        shapes = [layer.shape for layer in self._layers] + self._draft_shapes
+        size = self._page_tokens
+        spare = 0 if self._decoder is None else self._decoder.num_spare_pages
+        room = max(1, pages_in(num_bytes, page_bytes_of(shapes, size)) - spare)
+        longest = -(-self.info.max_model_len // size)
+        return self._least(min(room, self._max_num_seqs * longest))
 
     def _dense_answers(self, info: ModelInfo) -> tuple[Tensor, Tensor | None]:
         """Returns the unchanged module's logits [T, V] of the self-check's tokens. Also returns the
@@ -168,47 +179,63 @@ class PagedEngine(PagedSequences):
         with torch.inference_mode():
             return logits, head.fuse(read)
 
-    def _fused(self, info: ModelInfo) -> FusedDecoder | None:
-        """Returns a fused decoder, and sets `_span_tokens` for it. Returns None if the kernels
-        cannot run the model, or if the engine must be deterministic and the kernels are not."""
+    def _new_decoder(self, info: ModelInfo) -> CpuDecoder | None:
+        """Returns a decoder that runs the model on the engine's kernels. Returns None without
+        kernels, or if they cannot run the model, or if the engine must be deterministic and the
+        decoder is not."""
         kernels = self._kernels
         if kernels is None:
             return None
+        head = self.draft_layer
         try:
-            decoder = FusedDecoder(self._module, self._layers, info.max_model_len, kernels)
+            parts = DecoderParts(self._module, self._layers, info.max_model_len)
+            decoder = new_decoder(
+                kernels,
+                parts,
+                max_model_len=info.max_model_len,
+                thread_counts=self._threads.counts,
+                taps=() if head is None else head.module.layer_ids,
+                deterministic=self._deterministic,
+            )
         except CannotFuse as error:
-            _log.info("model %s: its steps do not run on %s: %s", info.name, kernels.name, error)
+            self._drop_decoder(str(error))
             return None
-        span_tokens = find_span_tokens(decoder, info.max_model_len, self._threads.counts)
-        self.rows_are_equal = span_tokens is not None
-        self._span_tokens = span_tokens or SPAN_TOKENS_MAX
-        _log.info(
-            "model %s: its steps run on %s; %s",
-            info.name,
-            kernels.name,
-            "logits do not depend on a step's other tokens; "
-            f"attention takes {span_tokens} tokens at once"
-            if span_tokens
-            else "a token's logits depend on the other tokens of its step",
-        )
-        return None if self._deterministic and span_tokens is None else decoder
+        self.rows_are_equal = decoder.rows_are_equal
+        _log.info("model %s: its steps run on %s; %s", info.name, kernels.name, decoder.note)
+        return decoder
 
-    def _make_independent(self, num_pages: int) -> None:
-        num_pages = min(num_pages, -(-compatibility.CROWD_SLOTS // PAGE_SIZE))
-        for is_last in (False, True):
-            self._use_pages(num_pages)
+    def _drop_decoder(self, reason: str) -> None:
+        if self._kernels is None:
+            return
+        self._decoder, self.rows_are_equal = None, False
+        self.kernels_note = f"{self._kernels.name}: {reason}"
+        _log.info("model %s: its steps do not run on %s", self.info.name, self.kernels_note)
+        if isinstance(self._kernels, OpenVino):
+            pack_linears(self._module)
+
+    def _make_independent(self, num_bytes: int) -> None:
+        changes: list[Callable[[], object]] = [self._block_rows]
+        if self._decoder is not None:
+            changes.append(partial(self._drop_decoder, "logits depend on a step's other tokens"))
+        while True:
+            num_pages = -(-compatibility.CROWD_SLOTS // self._page_tokens)
+            self._use_pages(min(self._num_pages(num_bytes), num_pages))
             num_rows = compatibility.dependent_at(self, self._max_num_seqs)
             self.rows_are_equal = bool(self._least(num_rows is None))
             if self.rows_are_equal:
                 return
-            if not is_last:
-                _log.info("model %s: linear layers compute rows in small blocks", self.info.name)
-                block_rows(self._module)
+            if not changes:
+                break
+            changes.pop()()
         raise SettingError(
             "deterministic",
             f"model {self.info.name}: on this machine a token's logits depend on the number of "
             f"other tokens in its step (they change in a step of {num_rows} tokens)",
         )
+
+    def _block_rows(self) -> None:
+        _log.info("model %s: linear layers compute rows in small blocks", self.info.name)
+        block_rows(self._module)
 
     def _try(self, logits: Tensor, features: Tensor | None) -> None:
         """Runs the self-check with kernels, if there are any. If it fails, removes the kernels,
@@ -219,8 +246,11 @@ class PagedEngine(PagedSequences):
             if features is not None:
                 compatibility.check_features(self, features)
 
-        num_pages = compatibility.SELF_CHECK_SEQUENCES * -(-len(logits) // PAGE_SIZE)
-        self._use_pages(num_pages)
+        def use_pages() -> None:
+            pages_each = -(-len(logits) // self._page_tokens)
+            self._use_pages(compatibility.SELF_CHECK_SEQUENCES * pages_each)
+
+        use_pages()
         if not isinstance(self._steps, GatheredSteps):
             checks: list[Callable[[], None]] = [compare]
             if isinstance(self._steps, TableSteps):
@@ -228,8 +258,9 @@ class PagedEngine(PagedSequences):
             # Only rank 0 has logits to compare. `least` tells the result to all ranks.
             if all(self._least(self._passes(check)) for check in checks):
                 return
-            self._decoder, self._backend, self.rows_are_equal = None, None, False
-            self._use_pages(num_pages)
+            self._drop_decoder("its self-check failed")
+            self._backend, self.rows_are_equal = None, False
+            use_pages()
         compare()
 
     def _passes(self, run_check: Callable[[], None]) -> bool:
@@ -242,18 +273,23 @@ class PagedEngine(PagedSequences):
         return True
 
     def _use_pages(self, num_pages: int) -> None:
-        shapes = [layer.shape for layer in self._layers]
-        cache = KVCache(shapes, num_pages, PAGE_SIZE, self._decoder is not None)
-        drafting = KVCache(self._draft_shapes, num_pages, PAGE_SIZE)
+        shapes, size, decoder = (
+            [layer.shape for layer in self._layers],
+            self._page_tokens,
+            self._decoder,
+        )
+        spare = 0 if decoder is None else decoder.num_spare_pages
+        cache = KVCache(shapes, num_pages + spare, size, decoder is not None)
+        drafting = KVCache(self._draft_shapes, num_pages, size)
         if self.draft_layer is not None:
             self._draft = DraftLayer(self.draft_layer.module, drafting.layers)
             self._pairs = self._draft.pairs
-        self._use_pool(BlockPool(num_pages, PAGE_SIZE), [cache, drafting], self._max_num_seqs)
+        self._use_pool(BlockPool(num_pages, size), [cache, drafting], self._max_num_seqs)
         self._steps = self._new_steps(cache.layers)
 
     def _new_steps(self, caches: Sequence[Any]) -> Steps:
         if self._decoder is not None:
-            return FusedSteps(self._decoder, caches, self._span_tokens, taps=[*self._taps])
+            return self._decoder.new_steps(caches)
         pages = {
             layer.block: LayerPages(cache, layer.window, layer.scaling, layer.softcap)
             for layer, cache in zip(self._layers, caches, strict=True)
@@ -270,8 +306,8 @@ class PagedEngine(PagedSequences):
 
     @property
     def kernels_name(self) -> str:
-        """The name of the fused kernels that run the steps. Empty without fused kernels."""
-        return "" if self._decoder is None else self._decoder.kernels.name
+        """The name of the kernels that run whole steps on a CPU. Empty without such kernels."""
+        return "" if self._decoder is None else self._decoder.kernels_name
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[Tensor]:
         """See `Engine.forward`. The logits of a float64 model are float64."""
@@ -287,7 +323,7 @@ class PagedEngine(PagedSequences):
         slots = []
         for name, first, end in ranges:
             check(0 <= first <= end <= self.length(name), f"{name} does not hold {first}..{end}")
-            slots.append(slots_at(self._pool.pages(name), np.arange(first, end), PAGE_SIZE))
+            slots.append(slots_at(self._pool.pages(name), np.arange(first, end), self._page_size))
         with torch.inference_mode():
             return self._draft.features_at(*shipped([np.concatenate(slots)], self._device))
 
@@ -313,7 +349,7 @@ class PagedEngine(PagedSequences):
             for name in names:
                 self.release(name)
 
-        page_tokens = min(PAGE_SIZE, longest)  # Each sequence fits into a page.
+        page_tokens = min(self._page_size, longest)  # Each sequence fits into a page.
         counts = [
             num for num in _SHORT_COUNTS if num <= page_tokens * min(self._max_num_seqs, free)
         ]
@@ -326,7 +362,7 @@ class PagedEngine(PagedSequences):
     def _run_whole(self, step: HeldStep) -> Tensor:
         rows = self._steps.run(step)
         if self._draft is not None:
-            if isinstance(self._steps, FusedSteps):
+            if isinstance(self._steps, DecoderSteps):
                 tapped = [self._steps.tapped[index] for index in self._taps]
             else:
                 tapped = [watched.rows_read() for watched in self._taps.values()]

@@ -324,6 +324,8 @@ class ReplicaDescription:
     """Note for operators about how a target drafts for itself."""
     dtype_note: str = ""
     """Note for operators if the processor has no instructions for the dtype of the weights."""
+    kernels: str = ""
+    """For operators: what runs the steps, and if it is torch, why. Empty on a GPU."""
     row_coupling: float = 0.0
     """Whether the logits of a target's token depend on the draft tokens after it. 0 = not at all in
     the test at start-up; otherwise the relative change of the logits in this test."""

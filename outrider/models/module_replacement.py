@@ -210,27 +210,31 @@ _PACKAGE = "outrider.models."
 _log = logging.getLogger(__name__)
 
 
-def speed_up(module: nn.Module, kernels: PaceKernels | None = None) -> None:
+def speed_up(
+    module: nn.Module, kernels: PaceKernels | None = None, packs_linears: bool = True
+) -> None:
     """Replaces modules of a causal language model that is in evaluation mode, for inference only.
-    Linear layers use the `kernels` if the kernels can pack their weights.
+    Linear layers use the `kernels` if the kernels can pack their weights. If not `packs_linears`,
+    linear layers stay as they are.
 
     Needs memory for the model and one more block, because weights are copied and freed block by
     block. A weight that head and embedding share is copied for the head. Call `to` and
     `load_state_dict` first, because they do not change the weights of replacements."""
     check(not module.training, "only a model in evaluation mode can be sped up")
-    quick_linear = partial(_quick_linear, kernels=kernels)
     with torch.no_grad():
-        for replacement in (
-            _native_norm,
-            _fused_mlp,
-            _fused_attention,
-            _direct_layer,
-            quick_linear,
-        ):
+        for replacement in (_native_norm, _fused_mlp, _fused_attention, _direct_layer):
             _swap(module, replacement)
+    if packs_linears:
+        pack_linears(module, kernels)
     replaced = [part for part in module.modules() if type(part).__module__.startswith(_PACKAGE)]
     counts = Counter(type(part).__name__ for part in replaced)
     _log.info("replaced modules: %s", dict(counts) or "none")
+
+
+def pack_linears(module: nn.Module, kernels: PaceKernels | None = None) -> None:
+    """Replaces the linear layers of a model. See `speed_up`."""
+    with torch.no_grad():
+        _swap(module, partial(_quick_linear, kernels=kernels))
 
 
 def _swap(parent: nn.Module, replacement: Callable[[Any], nn.Module | None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,10 +21,11 @@ from outrider.limits import BATCHED_TOKENS_DEFAULT, BATCHED_TOKENS_VLLM
 if TYPE_CHECKING:
     import torch
 
+    from outrider.engine.cpu.decoders import CpuKernels
+    from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.paged_sequences import PagedSequences
     from outrider.interfaces.engine import Engine, ModelInfo
     from outrider.interfaces.step_costs import StepCosts
-    from outrider.kernels.cpu import PaceKernels
     from outrider.models.draft_head import LoadedDraftHead
     from outrider.models.drafter_check import DraftCheck
     from outrider.models.eagle3 import LoadedEagle3
@@ -48,8 +50,12 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             if config.model_engine == VLLM or ranks is not None:
                 raise
             logging.getLogger(__name__).warning("using transformers instead of vLLM: %s", error)
+    import torch
+
     from outrider.engine.cuda.table_steps import find_backend
     from outrider.engine.paged_engine import PagedEngine
+    from outrider.kernels.cpu import PaceKernels
+    from outrider.kernels.openvino import OpenVino
     from outrider.models.loading import quantization_of, refusing
     from outrider.models.module_replacement import speed_up
     from outrider.models.sharding import least
@@ -57,18 +63,25 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
     module, info = _load(config, num_threads, ranks)
     weight = next(module.parameters())
     device = weight.device
+    kernels, why = _kernels(config, device, weight.dtype, ranks)
+    if config.quantization != "none":
+        info = _rounded(config, module, info, kernels, why)
     backend = None if config.deterministic else find_backend(device, weight.dtype)
     layer = _layer_of_target(config, module, info, ranks)
     shows_features = isinstance(config, TargetConfig) and config.shows_features
     if isinstance(config, TargetConfig) and shows_features:
         info = replace(info, features=_features_of(info, Path(config.head_directory)))
-    kernels = _kernels(config, device, weight.dtype, ranks)
-    speed_up(module, kernels=kernels)
+    fused = kernels if isinstance(kernels, PaceKernels) else None
+    on_openvino = isinstance(kernels, OpenVino)
+    speed_up(module, kernels=fused, packs_linears=not on_openvino)
     if layer is not None:
-        speed_up(layer.module, kernels=kernels)
+        speed_up(layer.module, kernels=fused)
     if ranks is not None:
         ranks.wait_for_all()
-    has_cores = config.role == "target" and device.type == "cpu" and ranks is None
+    # OpenVINO has threads of its own.
+    has_cores = (
+        config.role == "target" and device.type == "cpu" and ranks is None and not on_openvino
+    )
     # A target uses fewer threads for short steps, and for small ones while others use the cores.
     is_set = config.num_threads > 0 or config.deterministic
     spares = has_cores and not is_set
@@ -89,7 +102,35 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             kernels=kernels,
             draft_layer=layer,
         )
+        if on_openvino and engine.kernels_name and layer is None:
+            # Torch's threads would take cores from OpenVINO's, which run the steps.
+            torch.set_num_threads(1)
+        engine.info = replace(engine.info, kernels=_kernels_note(engine, why))
         return _tried(engine, config)
+
+
+def _rounded(
+    config: ReplicaConfig,
+    module: torch.nn.Module,
+    info: ModelInfo,
+    kernels: CpuKernels | None,
+    why: str,
+) -> ModelInfo:
+    """Rounds the model's weights. Returns the description of the rounded model."""
+    from outrider.kernels.openvino import OpenVino
+    from outrider.models.few_bits import round_weights
+
+    if not isinstance(kernels, OpenVino):
+        with with_setting_keys(type(config)):
+            raise SettingError("quantization", f"{config.quantization} needs OpenVINO; {why}")
+    round_weights(module, int(config.quantization.removeprefix("int")))
+    return replace(info, dtype=config.quantization)
+
+
+def _kernels_note(engine: PagedEngine, why: str) -> str:
+    """Says on which kernels an engine's steps run, and if on torch's, why."""
+    reason = engine.kernels_note or why
+    return engine.kernels_name or (f"torch ({reason})" if reason else "torch")
 
 
 def _kv_cache_bytes(config: ReplicaConfig, device: torch.device) -> int:
@@ -176,23 +217,35 @@ def batched_tokens(config: ReplicaConfig) -> int:
 
 def _kernels(
     config: ReplicaConfig, device: torch.device, dtype: torch.dtype, ranks: Ranks | None
-) -> PaceKernels | None:
-    from outrider.kernels.cpu import KernelsUnavailable, load_pace
+) -> tuple[CpuKernels | None, str]:
+    """Returns the kernels for whole steps; None = torch's operators run the steps. Also returns why
+    kernels cannot be used. Raises `SettingError` if the configuration names such kernels."""
+    from outrider.kernels import cpu, openvino
+    from outrider.kernels.cpu import KernelsUnavailable
 
-    if device.type != "cpu":
-        return None
-    try:
-        if config.cpu_kernels != "auto":
-            raise KernelsUnavailable(f"cpu_kernels is {config.cpu_kernels}")
-        if ranks is not None:
-            raise KernelsUnavailable("they do not support several ranks")
-        kernels = load_pace()
-        if dtype != kernels.dtype:
-            raise KernelsUnavailable(f"they are for bfloat16, and the model is in {dtype}")
-    except KernelsUnavailable as error:
-        logging.getLogger(__name__).info("no fused CPU kernels: %s", error)
-        return None
-    return kernels
+    loaders: dict[str, Callable[[], CpuKernels]] = {
+        cpu.PACKAGE: cpu.load_pace,
+        openvino.PACKAGE: openvino.load_openvino,
+    }
+    chosen, reasons = config.cpu_kernels, []
+    for name, load in loaders.items() if device.type == "cpu" else ():
+        if chosen not in ("auto", name):
+            continue
+        try:
+            if ranks is not None:
+                raise KernelsUnavailable("they do not support several ranks")
+            kernels = load()
+            if dtype != kernels.dtype:
+                raise KernelsUnavailable(
+                    f"they are for {kernels.dtype}, and the model is in {dtype}"
+                )
+        except KernelsUnavailable as error:
+            if chosen == name:
+                raise SettingError("cpu_kernels", f"{name} cannot be used: {error}") from error
+            reasons.append(f"{name}: {error}")
+            continue
+        return kernels, ""
+    return None, "; ".join(reasons)
 
 
 def _load(
@@ -216,7 +269,7 @@ def load_options(config: ReplicaConfig, num_threads: int | None = None) -> LoadO
     """Returns how a replica's model is loaded."""
     return {
         "name": config.model,
-        "dtype": config.dtype,
+        "dtype": config.dtype if config.quantization == "none" else "float32",
         "device": config.device,
         "trust_remote_code": config.trust_remote_code,
         "num_threads": num_threads,

@@ -482,6 +482,7 @@ def describe_model(
         numerics=info.numerics,
         features=info.features,
         dtype_note=info.dtype_note,
+        kernels=info.kernels,
         row_coupling=info.row_coupling,
     )
 

@@ -29,6 +29,9 @@ def check_vllm(config: ReplicaConfig) -> None:
         raise SettingError(field, f"`vllm` needs vLLM {VLLM_VERSION}; {what}")
     if config.dtype == "float64":
         raise SettingError("dtype", "float64 is not supported with vllm")
+    if config.quantization != "none":
+        reason = "is not supported with vllm, which reads quantised models from their files"
+        raise SettingError("quantization", f"{config.quantization} {reason}")
     if isinstance(config, DraftConfig):
         if config.target_directory:
             raise SettingError(field, f"vllm cannot run the drafter {config.model}")

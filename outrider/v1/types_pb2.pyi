@@ -150,7 +150,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ReplicaDescription(_message.Message):
-    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs", "step_costs", "drafts_itself", "shows_features", "reads_features", "numerics", "draft_note", "features", "dtype_note", "row_coupling", "looks_up")
+    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs", "step_costs", "drafts_itself", "shows_features", "reads_features", "numerics", "draft_note", "features", "dtype_note", "row_coupling", "looks_up", "kernels")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class ReplicaDescription(_message.Message):
     DTYPE_NOTE_FIELD_NUMBER: _ClassVar[int]
     ROW_COUPLING_FIELD_NUMBER: _ClassVar[int]
     LOOKS_UP_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights_fingerprint: str
     tokenizer_fingerprint: str
@@ -187,7 +188,8 @@ class ReplicaDescription(_message.Message):
     dtype_note: str
     row_coupling: float
     looks_up: bool
-    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., drafts_itself: _Optional[bool] = ..., shows_features: _Optional[bool] = ..., reads_features: _Optional[bool] = ..., numerics: _Optional[str] = ..., draft_note: _Optional[str] = ..., features: _Optional[str] = ..., dtype_note: _Optional[str] = ..., row_coupling: _Optional[float] = ..., looks_up: _Optional[bool] = ...) -> None: ...
+    kernels: str
+    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., drafts_itself: _Optional[bool] = ..., shows_features: _Optional[bool] = ..., reads_features: _Optional[bool] = ..., numerics: _Optional[str] = ..., draft_note: _Optional[str] = ..., features: _Optional[str] = ..., dtype_note: _Optional[str] = ..., row_coupling: _Optional[float] = ..., looks_up: _Optional[bool] = ..., kernels: _Optional[str] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "session_s", "slot_s", "row_slot_s")

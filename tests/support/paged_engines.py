@@ -12,6 +12,7 @@ from outrider.engine import paged_engine
 from outrider.engine.paged_engine import PagedEngine
 from outrider.interfaces.engine import ModelInfo, SequenceStep
 from outrider.kernels.cpu import KernelsUnavailable, PaceKernels, load_pace
+from outrider.kernels.openvino import OpenVino, load_openvino
 from outrider.models.module_replacement import NativeRMSNorm, speed_up
 from tests.support.models import MAX_MODEL_LEN
 from tests.support.pages import check_pages
@@ -66,6 +67,14 @@ def pace_kernels() -> PaceKernels:
         return load_pace()
     except KernelsUnavailable as error:
         pytest.skip(f"no fused kernels: {error}")
+
+
+def openvino_kernels() -> OpenVino:
+    """Skips the test where OpenVINO cannot be used."""
+    try:
+        return load_openvino()
+    except KernelsUnavailable as error:
+        pytest.skip(f"no OpenVINO: {error}")
 
 
 def fuse(module: Any) -> ReferenceKernels:

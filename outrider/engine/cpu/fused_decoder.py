@@ -1,12 +1,5 @@
 """A decoder of the Llama family on fused kernels.
 
-`outrider/models/module_replacement.py` has already replaced and probed the model's layers, so their
-computation is known. Layers have two norms (Llama, Mistral, Qwen 2 and 3) or four (Gemma 3).
-
-`FusedDecoder` runs the model once with placeholders instead of layers, to learn the input of the
-first layer, the rotation of each layer, and how logits follow from the last layer's output. If any
-of the three differs from a Llama's, the code of transformers runs the model.
-
 `FusedSteps` cuts the new tokens of a step into *spans*, each of consecutive tokens of one sequence.
 In spans up to the length that `find_span_tokens` returns, a token's attention has the same bits."""
 
@@ -18,32 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from outrider.engine.batch import HeldSequence, HeldStep
 from outrider.engine.gathered_attention import Steps
-from outrider.errors import OutriderError
 from outrider.interfaces.engine import SequenceStep
 from outrider.kernels.cpu import Attention, LayerSizes, LayerWeights, PaceKernels
 from outrider.kernels.threads import on_threads
-from outrider.kv_cache.attention import AttentionLayer
 from outrider.kv_cache.storage import BlockedKeysAndValues, KVCache, LayerShape
 from outrider.limits import PAGE_SIZE
+from outrider.models.decoder_parts import CannotFuse, DecoderParts, LayerParts
 from outrider.models.linear_layers import FusedLinear
-from outrider.models.module_replacement import (
-    PROBE_ERRORS,
-    DirectLayer,
-    FusedAttention,
-    FusedMLP,
-    NativeRMSNorm,
-)
-from outrider.models.target_layers import layers_of
-
-_POSITIONS_AT_ONCE = 4096
-_OBSERVED_TOKENS = 4
-_CHANGING_ROTATIONS = frozenset({"dynamic", "longrope"})  # they depend on a sequence's length
-_Rotation = tuple[Tensor, Tensor]  # cosines and sines [positions, width / 2]
+from outrider.models.module_replacement import NativeRMSNorm
 
 _ONE_STEP = Lock()
 """A step holds this lock, because the kernels' attention has only one working memory in a process,
@@ -53,47 +33,55 @@ SPAN_TOKENS_MAX = 16
 1,770 ms in spans of 8, and 2,170 ms in spans of 64."""
 
 
-class CannotFuse(OutriderError):
-    """A model cannot run on fused kernels. The message says why."""
-
-
 class FusedDecoder:
     """Runs a model's decoder and LM head on fused kernels. Shares the model's weights."""
 
+    page_size, num_spare_pages = PAGE_SIZE, 0
+
     def __init__(
-        self, module: Any, layers: list[AttentionLayer], max_model_len: int, kernels: PaceKernels
+        self,
+        parts: DecoderParts,
+        kernels: PaceKernels,
+        max_model_len: int,
+        thread_counts: Sequence[int],
+        *,
+        taps: Sequence[int] = (),
     ) -> None:
-        """The layers of `module` must already be replaced for these kernels. `layers` is the result
-        of `find_layers`. Raises `CannotFuse`."""
-        base = module.base_model
-        blocks: list[Any] = list(getattr(base, "layers", ()))
-        if not blocks or [layer.block for layer in layers] != [
-            getattr(block, "self_attn", None) for block in blocks
-        ]:
-            raise CannotFuse("its layers are not those of a Llama")
-        try:
-            observed = _observe(module, blocks, max_model_len)
-        except PROBE_ERRORS as error:
-            raise CannotFuse(
-                f"its decoder fails on the tokens of the self-check ({error})"
-            ) from error
+        """The linear layers of `parts` must already be replaced for these kernels. `thread_counts`:
+        all numbers of threads that steps may have. `taps`: layers whose inputs a step keeps. Raises
+        `CannotFuse`."""
         self.kernels = kernels
-        self.rotations: list[_Rotation] = []
-        self.windows = list(dict.fromkeys(layer.window for layer in layers))
-        epsilons = {norm.eps for norm in base.modules() if isinstance(norm, NativeRMSNorm)}
-        sizes = {
-            _sizes(block, layer, kernels, eps)
-            for block, layer in zip(blocks, layers, strict=True)
-            for eps in epsilons
-        }
+        self.rotations = parts.rotations
+        self.windows = list(dict.fromkeys(layer.attention.window for layer in parts.layers))
+        epsilons = {norm.eps for norm in parts.norms}
+        sizes = {_sizes(layer, kernels, eps) for layer in parts.layers for eps in epsilons}
         if len(sizes) != 1:
             raise CannotFuse("its layers differ in their heads, activations or norms")
         [self.sizes] = sizes
-        weights = map(self._weights, blocks, layers, observed)
-        self.layers = kernels.layers(list(weights), self.sizes)
-        self.embed = base.embed_tokens
-        self._last_norm = _norm(base.norm, kernels)
-        self._head = module.get_output_embeddings()
+        self.layers = kernels.layers([*map(self._weights, parts.layers)], self.sizes)
+        self.embed = parts.embed
+        self._last_norm = _norm(parts.norm, kernels)
+        self._head = parts.head
+        self._taps = taps
+        found = find_span_tokens(self, max_model_len, thread_counts)
+        self.rows_are_equal = found is not None
+        self.numerics = self._span_tokens = found or SPAN_TOKENS_MAX
+        self.kernels_name = kernels.name
+
+    @property
+    def note(self) -> str:
+        if not self.rows_are_equal:
+            return "a token's logits depend on the other tokens of its step"
+        return (
+            "logits do not depend on a step's other tokens; "
+            f"attention takes {self._span_tokens} tokens at once"
+        )
+
+    def new_steps(self, caches: Sequence[BlockedKeysAndValues]) -> "FusedSteps":
+        return FusedSteps(self, caches, self._span_tokens, taps=self._taps)
+
+    def drop_sources(self) -> None:
+        """Does nothing, because the decoder shares all weights."""
 
     def logits(self, rows: Tensor, residual: Tensor) -> Tensor:
         """Returns logits [1, L, V] for the last layer's output and its residual, each [1, L, D]."""
@@ -103,8 +91,9 @@ class FusedDecoder:
         logits = self._head(rows)
         return logits
 
-    def _weights(self, block: Any, layer: AttentionLayer, rotation: _Rotation) -> LayerWeights:
-        attention, mlp, kernels = block.self_attn, block.mlp, self.kernels
+    def _weights(self, parts: LayerParts) -> LayerWeights:
+        block, layer, kernels = parts.block, parts.attention, self.kernels
+        attention, mlp = block.self_attn, block.mlp
         gate, up = mlp.gate_up_proj.packed.chunk(2)
         return LayerWeights(
             first_norm=_norm(block.input_layernorm, kernels),
@@ -120,7 +109,7 @@ class FusedDecoder:
             up=up,
             down=mlp.down_proj.packed,
             mlp_norm=_optional_norm(block.mlp_output_norm, kernels),
-            rotation=_number(self.rotations, rotation),
+            rotation=parts.rotation,
             kind=self.windows.index(layer.window),
             scaling=layer.scaling,
             softcap=layer.softcap or 0.0,
@@ -128,21 +117,11 @@ class FusedDecoder:
         )
 
 
-def _sizes(block: Any, layer: AttentionLayer, kernels: PaceKernels, eps: float) -> LayerSizes:
-    for module, kind, what in (
-        (block, DirectLayer, "a layer"),
-        (layer.block, FusedAttention, "attention"),
-        (getattr(block, "mlp", None), FusedMLP, "an MLP"),
-    ):
-        if not isinstance(module, kind):
-            raise CannotFuse(f"it has {what} of the class {type(module).__name__}")
-    attention, mlp, shape = block.self_attn, block.mlp, layer.shape
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    wrong = [linear for linear in linears if not isinstance(linear, FusedLinear)]
+def _sizes(parts: LayerParts, kernels: PaceKernels, eps: float) -> LayerSizes:
+    mlp, layer, shape = parts.block.mlp, parts.attention, parts.attention.shape
+    wrong = [linear for linear in parts.linears if not isinstance(linear, FusedLinear)]
     if wrong:
         raise CannotFuse(f"the kernels cannot run its linear layer {wrong[0]}")
-    if shape.key_width != shape.value_width:
-        raise CannotFuse("its keys and values have different widths")
     activation = _activation(mlp.act_fn, kernels)
     if activation is None or mlp.gate_up_proj.bias is not None or mlp.down_proj.bias is not None:
         raise CannotFuse(f"its MLP has a bias, or an unsupported activation ({mlp.act_fn})")
@@ -161,86 +140,14 @@ def _activation(function: Any, kernels: PaceKernels) -> str | None:
     return None
 
 
-def _norm(norm: Any, kernels: PaceKernels) -> Tensor:
+def _norm(norm: NativeRMSNorm, kernels: PaceKernels) -> Tensor:
     """Returns the factors of a norm, in the kernels' dtype unless this would round a factor."""
-    if not isinstance(norm, NativeRMSNorm):
-        raise CannotFuse(f"it has a norm of the class {type(norm).__name__}")
     weight = norm.factor.to(kernels.dtype)
     return weight if torch.equal(weight.to(norm.factor.dtype), norm.factor) else norm.factor
 
 
-def _optional_norm(norm: Any, kernels: PaceKernels) -> Tensor | None:
+def _optional_norm(norm: NativeRMSNorm | None, kernels: PaceKernels) -> Tensor | None:
     return None if norm is None else _norm(norm, kernels)
-
-
-class _NotingLayer(nn.Module):
-    """A placeholder for a layer. Records its input and rotation, and returns the input."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        own = vars(self)
-        own |= {name: value for name, value in vars(layer).items() if name not in own}
-        self.read = torch.empty(0)
-        self.rotations: list[_Rotation] = []
-
-    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> Tensor:
-        self.read = hidden_states
-        self.rotations.append(position_embeddings)
-        return hidden_states
-
-
-@torch.inference_mode()
-def _observe(module: Any, blocks: Sequence[Any], num_positions: int) -> list[_Rotation]:
-    """Returns the rotation of each layer. Raises `CannotFuse` if the parts outside of the layers
-    are not those of a Llama."""
-    base = module.base_model
-    parts = {name for name, _ in base.named_children()}
-    if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        raise CannotFuse(f"its decoder's parts differ from a Llama's: {', '.join(sorted(parts))}")
-    kinds = getattr(base.rotary_emb, "rope_type", "default")
-    changing = _CHANGING_ROTATIONS & set(kinds.values() if isinstance(kinds, dict) else [kinds])
-    if changing:
-        raise CannotFuse(f"its rotations ({', '.join(changing)}) depend on the length of a text")
-    noting = [_NotingLayer(block).eval() for block in blocks]
-    layers = layers_of(module)
-    try:
-        for index, layer in enumerate(noting):
-            layers[index] = layer
-        for start in range(0, num_positions, _POSITIONS_AT_ONCE):
-            positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, num_positions))[None]
-            base(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
-        rotations = [_rotation(layer.rotations) for layer in noting]
-        ids = torch.arange(_OBSERVED_TOKENS)[None] % len(base.embed_tokens.weight)
-        output = module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
-        rows = base.embed_tokens(ids)
-        if not torch.equal(noting[0].read, rows):
-            raise CannotFuse("the input of its first layer is not the output of its embedding")
-        if not torch.equal(output.logits, module.get_output_embeddings()(base.norm(rows))):
-            raise CannotFuse("its logits are not computed by its last norm and its LM head alone")
-    finally:
-        for index, block in enumerate(blocks):
-            layers[index] = block
-    return rotations
-
-
-def _rotation(parts: Sequence[_Rotation]) -> _Rotation:
-    """Joins a layer's cosines and sines [1, positions, width] to tables [positions, width / 2]."""
-    tables = []
-    for table in (torch.cat([part[which][0] for part in parts]) for which in (0, 1)):
-        half = table.shape[1] // 2
-        if not torch.equal(table[:, :half], table[:, half:]):
-            raise CannotFuse("the halves of a head are rotated by different angles")
-        tables.append(table[:, :half].contiguous())
-    return tables[0], tables[1]
-
-
-def _number(tables: list[_Rotation], rotation: _Rotation) -> int:
-    """Returns the index of a rotation in `tables`. Appends the rotation if it is missing."""
-    for number, known in enumerate(tables):
-        if all(torch.equal(*pair) for pair in zip(known, rotation, strict=True)):
-            return number
-    tables.append(rotation)
-    return len(tables) - 1
 
 
 class FusedSteps(Steps):

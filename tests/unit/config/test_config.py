@@ -101,6 +101,12 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
         ({"ngram_min": 5, "ngram_max": 4}, "ngram_min"),
         ({"draft_model": "eagle3:a/b", "look_ahead": 1}, "look_ahead"),
         ({"engine": "vllm", "draft_model": "eagle3:a/b", "eagle3_on": "draft"}, "eagle3_on"),
+        ({"quantization": "int3"}, "--quantization"),
+        ({"quantization": "int8", "dtype": "bfloat16"}, "quantization"),
+        ({"draft_quantization": "int4", "draft_dtype": "float64"}, "draft_quantization"),
+        ({"quantization": "int4", "cpu_kernels": "torch"}, "quantization"),
+        ({"quantization": "int8", "tensor_parallel_size": 2}, "quantization"),
+        ({"quantization": "int8", "engine": "emulated:verify_ms=1"}, "quantization"),
     ],
 )
 def test_invalid_values_and_combinations_are_refused(settings: dict[str, object], key: str) -> None:

@@ -15,7 +15,7 @@ from outrider.models.eagle3 import LoadedEagle3
 from outrider.models.module_replacement import speed_up
 from tests.support.cuda_substitutes import backend_on
 from tests.support.models import tiny_config, tiny_eagle3, tiny_module, twin
-from tests.support.paged_engines import VOCAB, WIDE, fuse, ids, pace_kernels
+from tests.support.paged_engines import VOCAB, WIDE, fuse, ids, openvino_kernels, pace_kernels
 from tests.support.pages import check_pages
 
 TAPS = (2, 0, 3)
@@ -29,6 +29,7 @@ KINDS = {
     "tables": torch.float32,
     "fused": torch.float64,
     "pace": torch.bfloat16,
+    "openvino": torch.float32,
 }
 
 
@@ -52,11 +53,14 @@ class Pair:
             options["kernels"] = pace_kernels()
             for each in (module, made.module):
                 speed_up(each, kernels=options["kernels"])
+        if kind == "openvino":
+            options["kernels"] = openvino_kernels()
+            speed_up(module, packs_linears=False)
         options["deterministic"] = kind == "deterministic"
         other = twin(module)
         self.engine = PagedEngine(module, info, draft_layer=made, **options)
         self.plain = PagedEngine(other, info, **options)
-        assert bool(self.engine.kernels_name) == (kind in ("fused", "pace"))
+        assert bool(self.engine.kernels_name) == (kind in ("fused", "pace", "openvino"))
         self.close = CLOSE[dtype]
         self.tokens = iter(range(10**6))
 

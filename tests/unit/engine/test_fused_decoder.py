@@ -14,6 +14,7 @@ from outrider.kernels.cpu import KernelsUnavailable, load_pace
 from outrider.kv_cache.attention import find_layers
 from outrider.kv_cache.storage import KVCache, LayerShape
 from outrider.limits import PAGE_SIZE
+from outrider.models.decoder_parts import CannotFuse, DecoderParts
 from outrider.models.module_replacement import speed_up
 from tests.support.models import tiny_config, tiny_module
 from tests.support.paged_engines import VOCAB, WIDE, ids, pace_kernels
@@ -25,9 +26,8 @@ MAX_MODEL_LEN = 256
 def decoder_of(kernels: Any, family: str, **changes: Any) -> fused_decoder.FusedDecoder:
     module = tiny_module(tiny_config(family, VOCAB, MAX_MODEL_LEN, **changes), dtype=kernels.dtype)
     speed_up(module, kernels=kernels)
-    return fused_decoder.FusedDecoder(
-        module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN, kernels
-    )
+    parts = DecoderParts(module, find_layers(module, MAX_MODEL_LEN), MAX_MODEL_LEN)
+    return fused_decoder.FusedDecoder(parts, kernels, MAX_MODEL_LEN, [1])
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def decoder_of(kernels: Any, family: str, **changes: Any) -> fused_decoder.Fused
     ],
 )
 def test_others_are_refused_by_name(family: str, changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(fused_decoder.CannotFuse, match=reason):
+    with pytest.raises(CannotFuse, match=reason):
         decoder_of(ReferenceKernels(torch.float32), family, **changes)
 
 
@@ -63,7 +63,7 @@ def test_rows_that_depend_on_others_are_found(operator: str) -> None:
 
     layers = type("Dependent", (ReferenceLayers,), {operator: dependent})
     decoder = decoder_of(ReferenceKernels(torch.bfloat16, layers), "qwen3")
-    assert fused_decoder.find_span_tokens(decoder, MAX_MODEL_LEN, [1]) is None
+    assert not decoder.rows_are_equal
 
 
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,9 @@ from outrider.engine.tensor_parallel.rank_rpc import LOOPBACK, Rendezvous
 from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo, PageCounts, SequenceStep
-from outrider.kernels import processor
+from outrider.kernels import cpu, openvino, processor
+from outrider.models.few_bits import round_weights
+from outrider.models.loading import load_model
 from outrider.replica import engines, logs, rank_process, vllm_release
 from outrider.replica.engines import build_engine
 from outrider.replica.grammars import build_grammars
@@ -36,6 +38,7 @@ from outrider.transport import addresses
 from tests.support import halves
 from tests.support.cuda_threads import cuda_of
 from tests.support.models import byte_level_tokenizer, save_tiny_model
+from tests.support.paged_engines import openvino_kernels
 from tests.support.thread_ranks import ThreadRank, on_each, thread_ranks
 
 
@@ -97,24 +100,83 @@ def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None
 def test_pages_are_counted_in_the_dtype_that_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor without bfloat16 needs twice the memory. With it, fused kernels do not run."""
+    """A processor without bfloat16 needs twice the memory."""
     directory = str(save_tiny_model(tmp_path, dtype=torch.bfloat16, max_model_len=4096))
-    config = TargetConfig(directory=directory, kv_cache_memory_bytes=2**18)
+    config = TargetConfig(directory=directory, kv_cache_memory_bytes=2**18, cpu_kernels="torch")
     native: Any = build_engine(replace(config, dtype="bfloat16"), 1)
     monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
     engine: Any = build_engine(config, 1)
     assert engine.info.dtype == "float32"
     assert engine.page_counts().num_pages == native.page_counts().num_pages // 2
-    assert engine.kernels_name == ""
+
+
+def test_kernels_are_those_named_or_the_first_that_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openvino_kernels()
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
+    cpu.load_pace.cache_clear()
+    directory = str(save_tiny_model(tmp_path, dtype=torch.bfloat16))
+    config = TargetConfig(model="tiny", directory=directory)
+    threads = torch.get_num_threads()
+    try:
+        assert build_engine(config, 2).info.kernels.startswith("openvino 2026.")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    on_torch = build_engine(replace(config, cpu_kernels="torch"), 1)
+    assert on_torch.info.kernels == "torch"
+    wide = build_engine(replace(config, dtype="float64"), 1)
+    assert wide.info.kernels == (
+        "torch (amd-pace: this processor has no AVX-512 BF16; "
+        "openvino: they are for torch.float32, and the model is in torch.float64)"
+    )
+    for role in (config, DraftConfig(model="tiny", directory=directory)):
+        with pytest.raises(SettingError, match=r"amd-pace cannot be used: .* AVX-512") as bad:
+            build_engine(replace(role, cpu_kernels="amd-pace"), 1)
+        assert bad.value.key == "cpu_kernels"
+    cpu.load_pace.cache_clear()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_model_is_the_one_with_rounded_weights(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openvino_kernels()
+    directory = save_tiny_model(tmp_path, dtype=torch.bfloat16)
+    config = TargetConfig(model="tiny", directory=str(directory), quantization=quantization)
+    engine = build_engine(config, 1)
+    assert engine.info.dtype == quantization
+    library, info = load_model(directory, dtype="float32")
+    assert engine.info.weights_fingerprint == info.weights_fingerprint
+    [plain] = build_engine(replace(config, quantization="none"), 1).forward([ROWS])
+    round_weights(library, int(quantization[-1]))
+    with torch.inference_mode():
+        expected = library(torch.tensor([ROWS.token_ids]), use_cache=False).logits[0]
+    [found] = engine.forward([ROWS])
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    assert (found - plain).norm() > 1e-3 * expected.norm()
+    monkeypatch.setattr("outrider.kernels.openvino.PACKAGE", "no-such-package")
+    openvino.load_openvino.cache_clear()
+    draft = DraftConfig(model="tiny", directory=str(directory), quantization=quantization)
+    try:
+        with pytest.raises(SettingError, match="no-such-package is not installed") as bad:
+            build_engine(draft, 1)
+        assert bad.value.key == "draft_quantization"
+    finally:
+        openvino.load_openvino.cache_clear()
+
+
+ROWS = SequenceStep("rows", (5, 3, 1, 4, 2), 5)
 
 
 @pytest.mark.parametrize(
     ("config", "fewer", "own_cores"),
     [
-        (TargetConfig(), 1, True),
-        (TargetConfig(num_threads=2), None, True),
-        (TargetConfig(deterministic=True), None, True),
-        (DraftConfig(model="tiny"), None, False),
+        (TargetConfig(cpu_kernels="torch"), 1, True),
+        (TargetConfig(cpu_kernels="torch", num_threads=2), None, True),
+        (TargetConfig(cpu_kernels="torch", deterministic=True), None, True),
+        (DraftConfig(model="tiny", cpu_kernels="torch"), None, False),
     ],
 )
 def test_threads_of_a_target_have_own_cores_also_if_all_steps_run_on_all_threads(

@@ -221,6 +221,7 @@ def test_descriptions_survive() -> None:
         looks_up=True,
         features="f",
         dtype_note="d",
+        kernels="k",
         row_coupling=0.1,
     )
     message = to_proto(described, types_pb2.ReplicaDescription)
