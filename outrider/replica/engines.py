@@ -50,6 +50,10 @@ def build_engine(config: ReplicaConfig, num_threads: int, ranks: Ranks | None = 
             if config.model_engine == VLLM or ranks is not None:
                 raise
             logging.getLogger(__name__).warning("using transformers instead of vLLM: %s", error)
+    return _build_paged(config, num_threads, ranks)
+
+
+def _build_paged(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -> Engine:
     import torch
 
     from outrider.engine.cuda.table_steps import find_backend
