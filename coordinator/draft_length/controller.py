@@ -40,10 +40,11 @@ EARLY_ROUNDS = 8
 so that the target need not wait. An earlier decision would know less."""
 KEPT_LOSS = 0.02
 """If the target's look-up or head drafts, a new K ends the rounds that run ahead. So K is kept if
-it loses at most this share of the rate of the best K, and `KEPT_CHANCE` holds."""
+it loses at most this share of the rate of the best K and of plain decoding, and `KEPT_CHANCE`
+holds."""
 KEPT_CHANCE = 0.05
 """Largest difference between the best `RoundLength.min_chance` and that of a K that is kept."""
-PLAIN_GAIN = 0.03
+PLAIN_GAIN = 0.02
 """A drafting session begins a plain phase only if plain decoding is faster by this share."""
 PLAIN_ROUNDS, PLAIN_ROUNDS_MAX = 16, 128
 """Number of rounds of a session's first plain phase. Each later phase is twice as long, up to
@@ -465,7 +466,8 @@ class LengthControl:
             return _Plan(largest, 1)
         rate = drafted[planned.num_draft_tokens - 1].rate
         is_near = abs(best.min_chance - planned.min_chance) <= KEPT_CHANCE
-        if keeps and is_near and rate >= (1.0 - KEPT_LOSS) * best.rate:
+        fastest = max(best.rate, plain.rate)
+        if keeps and is_near and rate >= (1.0 - KEPT_LOSS) * fastest:
             return _Plan(planned, CHOICE_ROUNDS)
         return _Plan(best, CHOICE_ROUNDS)
 
