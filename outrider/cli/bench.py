@@ -46,6 +46,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 TARGET_SETTINGS = (
     "device",
     "dtype",
+    "quantization",
     "model",
     "deterministic",
     "cpu_kernels",
@@ -55,6 +56,7 @@ TARGET_SETTINGS = (
 DRAFT_SETTINGS = (
     "draft_model",
     "draft_dtype",
+    "draft_quantization",
     "ngram_min",
     "ngram_max",
     "suffix_depth",

@@ -35,11 +35,6 @@ from outrider.models.decoder_parts import CannotFuse, DecoderParts, LayerParts
 from outrider.models.few_bits import IntegerWeight, integers_of
 from outrider.models.module_replacement import NativeRMSNorm
 
-_LONG_ROWS = 96
-"""From this number of rows on, a step is *long*: linear layers with weights in float32 take 0.75 of
-the time that they take with narrow weights. With 64 rows, they take as long."""
-_WIDE_BYTES_MAX = 2**30
-"""A second graph, for long steps, may have at most so many bytes of weights."""
 _SMALL_WEIGHTS = 2**22
 """A model with at most so many weights runs on one thread. Its steps take less than a millisecond,
 and those of several threads would wait for cores that other processes use."""
@@ -75,13 +70,8 @@ class OpenVinoDecoder:
         linears = [linear for layer in parts.layers for linear in layer.linears] + [parts.head]
         num_weights = sum(linear.weight.numel() for linear in linears)
         num_threads = 1 if num_weights <= _SMALL_WEIGHTS else torch.get_num_threads()
-        # If each row must have equal bits in any step, all steps must run on one graph.
-        has_two = not pads_lone_tokens and num_weights * 4 <= _WIDE_BYTES_MAX
         try:
-            self.graphs = [
-                kernels.compile(_Graph(parts, kernels, self.taps, is_wide).model(), num_threads)
-                for is_wide in ((False, True) if has_two else (False,))
-            ]
+            self.graph = kernels.compile(_Graph(parts, kernels, self.taps).model(), num_threads)
         except RuntimeError as error:
             raise CannotFuse(f"OpenVINO cannot compile it: {_first_line(error)}") from error
         is_tied = parts.head.weight is getattr(parts.embed, "weight", None)
@@ -101,51 +91,41 @@ def _first_line(error: Exception) -> str:
 
 
 class OpenVinoSteps(Steps):
-    """Runs steps on a decoder's graphs."""
+    """Runs steps on a decoder's graph."""
 
     def __init__(self, decoder: OpenVinoDecoder, caches: Sequence[BlockedKeysAndValues]) -> None:
         """The last page of `caches` must belong to no sequence, because spare tokens use it."""
         self._decoder = decoder
         self._spare_page = len(caches[0].keys) - 1 if decoder.pads_lone_tokens else None
         self.tapped: dict[int, Tensor] = {}  # the input [T, D] of each layer in the decoder's taps
-        self._requests = [_Request(decoder.kernels, graph, caches) for graph in decoder.graphs]
+        self._request = decoder.graph.create_infer_request()
+        self._given: dict[str, Tensor] = {}
+        """The request's inputs, whose memory it shares."""
+        for index, cache in enumerate(caches):
+            self._give(f"keys.{index}", cache.keys)
+            self._give(f"values.{index}", cache.values)
 
     def run(self, step: HeldStep) -> Tensor:
         decoder, rows = self._decoder, _rows(step, self._spare_page)
         positions = torch.from_numpy(rows.positions)
-        request = self._requests[-1 if len(positions) >= _LONG_ROWS else 0]
-        request.give("rows", decoder.embed(torch.from_numpy(rows.token_ids))[:, None])
+        self._give("rows", decoder.embed(torch.from_numpy(rows.token_ids))[:, None])
         for index, tables in enumerate(decoder.rotations):
             for name, table in zip(("cos", "sin"), tables, strict=True):
-                request.give(f"{name}.{index}", table.index_select(0, positions)[:, None, None])
+                self._give(f"{name}.{index}", table.index_select(0, positions)[:, None, None])
         for name, values in rows.tables.items():
-            request.give(name, torch.from_numpy(values))
+            self._give(name, torch.from_numpy(values))
         with _ONE_STEP:
-            request.run()
+            self._request.infer()
         own = slice(None) if rows.own is None else rows.own
-        self.tapped = {layer: request.output(f"tap.{layer}")[own] for layer in decoder.taps}
-        return request.output("logits")
+        self.tapped = {layer: self._output(f"tap.{layer}")[own] for layer in decoder.taps}
+        return self._output("logits")
 
-
-class _Request:
-    """Runs a graph, whose inputs it keeps."""
-
-    def __init__(
-        self, kernels: OpenVino, graph: Any, caches: Sequence[BlockedKeysAndValues]
-    ) -> None:
-        self._kernels, self._request = kernels, graph.create_infer_request()
-        self.run = self._request.infer
-        self._given: dict[str, Tensor] = {}
-        for index, cache in enumerate(caches):
-            self.give(f"keys.{index}", cache.keys)
-            self.give(f"values.{index}", cache.values)
-
-    def give(self, name: str, values: Tensor) -> None:
+    def _give(self, name: str, values: Tensor) -> None:
         self._given[name] = values = values.contiguous()
-        self._request.set_tensor(name, self._kernels.tensor(values))
+        self._request.set_tensor(name, self._decoder.kernels.tensor(values))
 
-    def output(self, name: str) -> Tensor:
-        """Returns an output [n, 1, any] as [n, any]. The next run overwrites it."""
+    def _output(self, name: str) -> Tensor:
+        """Returns an output [n, 1, any] as [n, any]. The next step overwrites it."""
         return torch.from_numpy(self._request.get_tensor(name).data)[:, 0]
 
 
@@ -205,11 +185,8 @@ class _Graph:
     and `max_context_len`. Outputs: `logits` [R, 1, V] of the R rows that `wanted` lists, and for
     each tap `tap.i` [T, 1, D]."""
 
-    def __init__(
-        self, parts: DecoderParts, kernels: OpenVino, taps: Sequence[int], is_wide: bool
-    ) -> None:
-        """`is_wide`: whether all weights are stored in float32."""
-        self._parts, self._kernels, self._taps, self._is_wide = parts, kernels, taps, is_wide
+    def __init__(self, parts: DecoderParts, kernels: OpenVino, taps: Sequence[int]) -> None:
+        self._parts, self._kernels, self._taps = parts, kernels, taps
         self._op, self._types = kernels.operators, kernels.module.Type
         self._inputs: dict[str, Any] = {}
         self._outputs: list[Any] = []
@@ -329,14 +306,14 @@ class _Graph:
     def _weight(self, weight: Tensor) -> tuple[Any, int]:
         """Returns a node with the value weight * 2^n, and n."""
         constant, tensor = self._kernels.module.op.Constant, self._kernels.tensor
-        for exponent in () if self._is_wide else (0, _exponent_of(weight)):
+        for exponent in (0, _exponent_of(weight)):
             scaled = torch.ldexp(weight, torch.tensor(exponent))
             narrow = scaled.to(torch.float16)
             if torch.equal(narrow.to(weight.dtype), scaled):
                 widened = self._op.convert(constant(tensor(narrow), False), self._types.f32)
                 widened.get_rt_info()[_STAYS_NARROW] = ""
                 return widened, exponent
-        whole = None if self._is_wide else integers_of(weight)
+        whole = integers_of(weight)
         if whole is not None:
             return self._integers(whole), 0
         return constant(tensor(weight.contiguous()), False), 0

@@ -136,28 +136,10 @@ def test_a_weight_is_narrowed_only_if_nothing_is_lost(
         if node.get_type_name() == "Constant" and np.prod(node.get_output_shape(0)) >= 32 * 64
     ]
     assert matrices == [kind] * (2 * 4) + ["i8" if kind == "i4" else kind]
-    assert len(graphs) == 2  # The other is for long steps.
+    assert len(graphs) == 1
     kept = {name for name, values in module.named_parameters() if not values.is_meta}
     assert {name for name in kept if "proj" in name or "head" in name} == set()
     assert "model.embed_tokens.weight" in kept
-
-
-@pytest.mark.parametrize(
-    ("is_deterministic", "is_big"), [(False, False), (True, False), (False, True)]
-)
-def test_long_steps_have_a_graph_of_their_own_where_memory_and_bits_allow(
-    is_deterministic: bool, is_big: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_big:
-        monkeypatch.setattr(openvino_decoder, "_WIDE_BYTES_MAX", 1)
-    module = llama()
-    library = twin(module)
-    engine = engine_of(module, deterministic=is_deterministic)
-    decoder: Any = engine._decoder
-    assert len(decoder.graphs) == (1 if is_deterministic or is_big else 2)
-    text = ids(openvino_decoder._LONG_ROWS + 20)
-    check_rows(run(engine, "a", text[:-9], 3), library, text[:-9])
-    check_rows(run(engine, "a", text[-9:], 9), library, text)
 
 
 @pytest.mark.parametrize("is_small", [False, True])
@@ -166,7 +148,7 @@ def test_small_models_run_on_one_thread(is_small: bool, monkeypatch: pytest.Monk
         monkeypatch.setattr(openvino_decoder, "_SMALL_WEIGHTS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     decoder: Any = engine_of(llama())._decoder
-    found = decoder.graphs[0].get_property("INFERENCE_NUM_THREADS")
+    found = decoder.graph.get_property("INFERENCE_NUM_THREADS")
     assert found == (1 if is_small else 2)
 
 
