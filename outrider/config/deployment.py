@@ -28,7 +28,6 @@ from outrider.foundation.settings import (
     checked,
     layers,
     settings_of,
-    with_setting_keys,
 )
 from outrider.redis.address import RedisAddress
 from outrider.registry.registry import Membership, Role
@@ -214,21 +213,16 @@ class ModelServerConfig(ServerConfig):
         super().__post_init__()
         if self.quantization == "none":
             return
-        with with_setting_keys(type(self)):
-            self._check_quantization()
-
-    def _check_quantization(self) -> None:
-        for name, allowed in (
+        for key, allowed in (
             ("dtype", ("auto", "float32")),
             ("cpu_kernels", ("auto", "openvino")),
             ("tensor_parallel_size", (1,)),
         ):
-            if (value := getattr(self, name)) not in allowed:
-                key = settings_of(type(self))[name].key
+            if (value := getattr(self, key)) not in allowed:
+                name = settings_of(type(self))[key].key
+                reason = f"rounds weights for OpenVINO in float32, which {name} {value} rules out"
                 raise SettingError(
-                    "quantization",
-                    f"{self.quantization} is for OpenVINO in float32 on one rank, but {key} is "
-                    f"{value}; give {key} {allowed[0]}",
+                    "quantization", f"{self.quantization} {reason}; give {name} {allowed[0]}"
                 )
         if self.emulated is not None:
             raise SettingError(

@@ -184,13 +184,15 @@ def with_setting_keys(config: type) -> Iterator[None]:
 
 
 def build(config: type[Config], values: Mapping[str, Value], **internal: Any) -> Config:
-    """Builds a configuration with these values, by key. Other settings keep their defaults."""
+    """Builds a configuration with these values, by key. Other settings keep their defaults. Raises
+    `SettingError` for a contradiction."""
     named = {
         name: values[setting.key]
         for name, setting in settings_of(config).items()
         if setting.key in values
     }
-    return config(**named, **internal)
+    with with_setting_keys(config):
+        return config(**named, **internal)
 
 
 def layers(

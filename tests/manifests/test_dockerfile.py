@@ -5,6 +5,9 @@ import shlex
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+from outrider.kernels import cpu, openvino
 from tests.manifests.rendering import pods, render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,3 +71,28 @@ def test_the_chart_and_the_image_are_of_one_version() -> None:
     values = (ROOT / "deploy/helm/outrider/values.yaml").read_text("utf-8")
     assert f"version: {versions['ray']}\n" in values
     assert f"torch=={versions['torch']}+cpu" in DOCKERFILE.read_text("utf-8")
+
+
+def test_kernels_for_cpus_are_installed_in_releases_that_can_be_used() -> None:
+    """In the image, which installs the same in both stages, by `make install`, and by the extra.
+    Without their dependencies, which Outrider does not need."""
+    packages = {cpu.PACKAGE, openvino.PACKAGE}
+    arguments = [words for name, words in instructions() if name == "ARG"]
+    stages = [shlex.split(words) for words in arguments if words.startswith("CPU_KERNELS")]
+    assert len(stages) == 2
+    for [words] in stages:
+        assert {*words.removeprefix("CPU_KERNELS=").split()} == packages
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    installed = re.findall(r"Linux.*--no-deps (.*) ;;", makefile)
+    assert [{*line.split()} for line in installed] == [packages, {openvino.PACKAGE}]
+    pinned = (ROOT / "constraints.txt").read_text("utf-8")
+    versions = dict(re.findall(r"^([\w-]+)==(\S+)$", pinned, re.M))
+    assert versions[cpu.PACKAGE] == cpu.VERSION
+    assert versions[openvino.PACKAGE].rpartition(".")[0] in openvino.VERSIONS
+    assert not [name for name in versions if name.startswith("openvino-")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    [extra] = map(Requirement, project["optional-dependencies"]["openvino"])
+    assert extra.name == openvino.PACKAGE
+    releases = [f"{year}.{number}.0" for year in range(2024, 2029) for number in range(8)]
+    usable = {f"{version}.0" for version in openvino.VERSIONS}
+    assert {*extra.specifier.filter(releases)} == usable

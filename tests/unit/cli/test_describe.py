@@ -3,11 +3,14 @@
 import platform
 
 import pytest
+import torch
 
-from outrider.cli.describe import INSTRUCTIONS, shown_variables
+from outrider.cli.describe import INSTRUCTIONS, LIBRARIES, shown_variables
 from outrider.cli.main import main
 from outrider.cli.output import masked_settings
+from outrider.kernels import cpu, openvino
 from tests.support.command_lines import reported
+from tests.support.reference_kernels import ReferenceKernels
 
 
 @pytest.mark.parametrize(
@@ -31,16 +34,28 @@ def test_what_a_bug_report_needs_comes_first(
 ) -> None:
     monkeypatch.setenv("OUTRIDER_MAX_NUM_SEQS", "7")
     monkeypatch.setenv("OUTRIDER_API_KEY", "swordfish")
+
+    def unavailable() -> None:
+        raise cpu.KernelsUnavailable("openvino is not installed")
+
+    monkeypatch.setattr(cpu, "load_pace", lambda: ReferenceKernels(torch.bfloat16))
+    monkeypatch.setattr(openvino, "load_openvino", unavailable)
     found, _ = reported(capsys, "collect-env")
     assert [*found] == ["versions", "processor", "gpus", "settings", "machine", "packages"]
     versions, processor = found["versions"], found["processor"]
     assert versions["python"] == platform.python_version()
     for name in ("outrider", "torch", "transformers", "ray"):
         assert versions[name] == found["packages"][name]
+    for name in LIBRARIES:
+        assert versions[name] == found["packages"].get(name, "none")
     assert processor["available_cores"] >= 1
     assert processor["memory_gib"] > 0
     assert processor["name"]
     assert {*processor["instructions"]} <= {*INSTRUCTIONS}
+    assert processor["cpu_kernels"] == {
+        "amd-pace": "for bfloat16",
+        "openvino": "none: openvino is not installed",
+    }
     assert found["machine"]["redis_server"].startswith("/")
     assert main(["collect-env"]) == 0
     text = capsys.readouterr().out

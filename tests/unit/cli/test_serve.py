@@ -56,21 +56,23 @@ def test_status_says_what_is_starting() -> None:
     assert {f"{name} starting last start took 31 s" for name in names} <= {*rows}
 
 
+def test_status_says_what_runs_the_steps() -> None:
+    known = {"address": "h:1", "serving": True, "error": None} | DESCRIBED
+    found = {"running": True, "deployment": None, "coordinators": [], "drafts": []}
+    why = "torch (openvino: openvino is not installed)"
+    for kernels in ("openvino 2026.4.1", why, ""):
+        shown = printed(status_table(found | {"targets": [known | {"kernels": kernels}]}))
+        assert (f"steps run on {kernels}" in shown) == bool(kernels)
+        assert ("steps run on" in shown) == bool(kernels)
+
+
 def test_status_says_what_a_target_does_not_promise_and_why_its_dtype_is_another() -> None:
     note = "float32 in place of bfloat16"
     known = {"address": "h:1", "serving": True, "error": None} | DESCRIBED
     coupled = known | {"dtype": "float32", "dtype_note": note, "row_coupling": 0.0123}
-    coupled["kernels"] = "torch (openvino: unknown layers)"
     found = {"running": True, "deployment": None, "coordinators": [], "drafts": []}
     shown = printed(status_table(found | {"targets": [coupled]}))
-    kernels = "steps run on torch (openvino: unknown layers)"
-    for text in (
-        "b, float32",
-        note,
-        kernels,
-        "changed by 1.2e-02 of their norm",
-        "law of the target as",
-    ):
+    for text in ("b, float32", note, "changed by 1.2e-02 of their norm", "law of the target as"):
         assert text in shown
     assert "law of the target" not in printed(status_table(found | {"targets": [known]}))
 

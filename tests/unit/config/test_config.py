@@ -101,17 +101,42 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
         ({"ngram_min": 5, "ngram_max": 4}, "ngram_min"),
         ({"draft_model": "eagle3:a/b", "look_ahead": 1}, "look_ahead"),
         ({"engine": "vllm", "draft_model": "eagle3:a/b", "eagle3_on": "draft"}, "eagle3_on"),
-        ({"quantization": "int3"}, "--quantization"),
-        ({"quantization": "int8", "dtype": "bfloat16"}, "quantization"),
-        ({"draft_quantization": "int4", "draft_dtype": "float64"}, "draft_quantization"),
-        ({"quantization": "int4", "cpu_kernels": "torch"}, "quantization"),
-        ({"quantization": "int8", "tensor_parallel_size": 2}, "quantization"),
+        ({"quantization": "fp8"}, "--quantization"),
         ({"quantization": "int8", "engine": "emulated:verify_ms=1"}, "quantization"),
+        ({"draft_quantization": "int4", "engine": "emulated:verify_ms=1"}, "draft_quantization"),
     ],
 )
 def test_invalid_values_and_combinations_are_refused(settings: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: "):
         load_config(settings, {})
+
+
+@pytest.mark.parametrize("prefix", ["", "draft_"])
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("field", "value", "instead", "is_shared"),
+    [
+        ("dtype", "bfloat16", "auto", False),
+        ("dtype", "float16", "auto", False),
+        ("cpu_kernels", "amd-pace", "auto", True),
+        ("cpu_kernels", "torch", "auto", True),
+        ("tensor_parallel_size", 2, "1", False),
+    ],
+)
+def test_rounded_weights_exclude_what_openvino_does_not_run(
+    prefix: str, bits: str, field: str, value: object, instead: str, is_shared: bool
+) -> None:
+    """The error names both settings of the role, and the other role may have any value."""
+    quantization, other = f"{prefix}quantization", field if is_shared else prefix + field
+    settings = {"draft_model": "a/b", quantization: bits, other: value}
+    said = f"^{quantization}: {bits} .* which {other} {value} rules out; give {other} {instead}$"
+    with pytest.raises(SettingError, match=said) as bad:
+        load_config(settings, {})
+    assert bad.value.key == quantization
+    load_config(settings | {other: "openvino" if is_shared else instead}, {})
+    if not is_shared:
+        free = field if prefix else f"draft_{field}"
+        load_config({"draft_model": "a/b", quantization: bits, free: value}, {})
 
 
 def test_an_error_about_a_setting_keeps_its_key_between_processes() -> None:

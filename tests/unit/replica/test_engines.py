@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,8 @@ from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo, PageCounts, SequenceStep
 from outrider.kernels import cpu, openvino, processor
+from outrider.kernels.cpu import KernelsUnavailable
 from outrider.models.few_bits import round_weights
-from outrider.models.loading import load_model
 from outrider.replica import engines, logs, rank_process, vllm_release
 from outrider.replica.engines import build_engine
 from outrider.replica.grammars import build_grammars
@@ -37,8 +38,9 @@ from outrider.replica.service import describe_model
 from outrider.transport import addresses
 from tests.support import halves
 from tests.support.cuda_threads import cuda_of
-from tests.support.models import byte_level_tokenizer, save_tiny_model
-from tests.support.paged_engines import openvino_kernels
+from tests.support.models import byte_level_tokenizer, save_tiny_model, tiny_config, tiny_module
+from tests.support.paged_engines import dense, openvino_kernels
+from tests.support.reference_kernels import ReferenceKernels
 from tests.support.thread_ranks import ThreadRank, on_each, thread_ranks
 
 
@@ -100,74 +102,17 @@ def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None
 def test_pages_are_counted_in_the_dtype_that_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor without bfloat16 needs twice the memory."""
+    """A processor without bfloat16 needs twice the memory. With float32, the fused kernels of
+    `amd-pace` do not run, and pages may have other sizes."""
     directory = str(save_tiny_model(tmp_path, dtype=torch.bfloat16, max_model_len=4096))
-    config = TargetConfig(directory=directory, kv_cache_memory_bytes=2**18, cpu_kernels="torch")
+    config = TargetConfig(directory=directory, kv_cache_memory_bytes=2**18)
     native: Any = build_engine(replace(config, dtype="bfloat16"), 1)
     monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
     engine: Any = build_engine(config, 1)
     assert engine.info.dtype == "float32"
-    assert engine.page_counts().num_pages == native.page_counts().num_pages // 2
-
-
-def test_kernels_are_those_named_or_the_first_that_can_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    openvino_kernels()
-    monkeypatch.setattr(processor, "has_bfloat16", lambda: False)
-    cpu.load_pace.cache_clear()
-    directory = str(save_tiny_model(tmp_path, dtype=torch.bfloat16))
-    config = TargetConfig(model="tiny", directory=directory)
-    threads = torch.get_num_threads()
-    try:
-        assert build_engine(config, 2).info.kernels.startswith("openvino 2026.")
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
-    on_torch = build_engine(replace(config, cpu_kernels="torch"), 1)
-    assert on_torch.info.kernels == "torch"
-    wide = build_engine(replace(config, dtype="float64"), 1)
-    assert wide.info.kernels == (
-        "torch (amd-pace: this processor has no AVX-512 BF16; "
-        "openvino: they are for torch.float32, and the model is in torch.float64)"
-    )
-    for role in (config, DraftConfig(model="tiny", directory=directory)):
-        with pytest.raises(SettingError, match=r"amd-pace cannot be used: .* AVX-512") as bad:
-            build_engine(replace(role, cpu_kernels="amd-pace"), 1)
-        assert bad.value.key == "cpu_kernels"
-    cpu.load_pace.cache_clear()
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_quantised_model_is_the_one_with_rounded_weights(
-    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    openvino_kernels()
-    directory = save_tiny_model(tmp_path, dtype=torch.bfloat16)
-    config = TargetConfig(model="tiny", directory=str(directory), quantization=quantization)
-    engine = build_engine(config, 1)
-    assert engine.info.dtype == quantization
-    library, info = load_model(directory, dtype="float32")
-    assert engine.info.weights_fingerprint == info.weights_fingerprint
-    [plain] = build_engine(replace(config, quantization="none"), 1).forward([ROWS])
-    round_weights(library, int(quantization[-1]))
-    with torch.inference_mode():
-        expected = library(torch.tensor([ROWS.token_ids]), use_cache=False).logits[0]
-    [found] = engine.forward([ROWS])
-    assert (found - expected).norm() <= 1e-4 * expected.norm()
-    assert (found - plain).norm() > 1e-3 * expected.norm()
-    monkeypatch.setattr("outrider.kernels.openvino.PACKAGE", "no-such-package")
-    openvino.load_openvino.cache_clear()
-    draft = DraftConfig(model="tiny", directory=str(directory), quantization=quantization)
-    try:
-        with pytest.raises(SettingError, match="no-such-package is not installed") as bad:
-            build_engine(draft, 1)
-        assert bad.value.key == "draft_quantization"
-    finally:
-        openvino.load_openvino.cache_clear()
-
-
-ROWS = SequenceStep("rows", (5, 3, 1, 4, 2), 5)
+    wide, narrow = engine.page_counts(), native.page_counts()
+    assert wide.num_pages * wide.page_size == narrow.num_pages * narrow.page_size // 2
+    assert cpu.PACKAGE not in engine.kernels_name
 
 
 @pytest.mark.parametrize(
@@ -177,6 +122,7 @@ ROWS = SequenceStep("rows", (5, 3, 1, 4, 2), 5)
         (TargetConfig(cpu_kernels="torch", num_threads=2), None, True),
         (TargetConfig(cpu_kernels="torch", deterministic=True), None, True),
         (DraftConfig(model="tiny", cpu_kernels="torch"), None, False),
+        (TargetConfig(cpu_kernels="openvino"), None, False),
     ],
 )
 def test_threads_of_a_target_have_own_cores_also_if_all_steps_run_on_all_threads(
@@ -186,6 +132,9 @@ def test_threads_of_a_target_have_own_cores_also_if_all_steps_run_on_all_threads
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """OpenVINO has threads of its own."""
+    if config.cpu_kernels == "openvino":
+        openvino_kernels()
     make = Mock(wraps=PagedEngine)
     monkeypatch.setattr("outrider.engine.paged_engine.PagedEngine", make)
     before = torch.get_num_threads()
@@ -244,6 +193,118 @@ def test_all_ranks_run_the_test_of_rows_and_the_leader_has_its_result(
     assert (leader.row_coupling > 1e-3) is is_coupled
     assert follower.row_coupling == 0
     assert repr(leader) == repr(follower)
+    for name in (cpu.PACKAGE, openvino.PACKAGE):
+        assert f"{name}: they do not support several ranks" in leader.kernels
+
+
+BOTH_ROLES = pytest.mark.parametrize(
+    "config", [TargetConfig(device="cpu"), DraftConfig(model="tiny", device="cpu")]
+)
+LOADERS = {"amd-pace": (cpu, "load_pace"), "openvino": (openvino, "load_openvino")}
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch, **found: torch.dtype | None) -> list[str]:
+    """Exchanges the packages that can be used. Without a dtype, a package cannot be loaded. Returns
+    a list of the packages that are asked for."""
+    asked = []
+
+    def load(name: str, dtype: torch.dtype | None) -> ReferenceKernels:
+        asked.append(name)
+        if dtype is None:
+            raise KernelsUnavailable("not on this machine")
+        return ReferenceKernels(dtype)
+
+    for key, dtype in found.items():
+        name = key.replace("_", "-")
+        monkeypatch.setattr(*LOADERS[name], partial(load, name, dtype))
+    return asked
+
+
+@BOTH_ROLES
+def test_the_first_kernels_that_can_be_used_run_the_steps(
+    config: TargetConfig | DraftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If torch's operators run them, the description says why."""
+    config = replace(config, directory=str(save_tiny_model(tmp_path)))
+    asked = use_kernels(monkeypatch, amd_pace=torch.float32, openvino=torch.float32)
+    info = build_engine(config, 1).info
+    assert info.kernels == describe_model(info, 1, None).kernels == "reference kernels"
+    assert asked == ["amd-pace"]
+    use_kernels(monkeypatch, amd_pace=torch.bfloat16, openvino=torch.float32)
+    assert build_engine(config, 1).info.kernels == "reference kernels"
+    use_kernels(monkeypatch, amd_pace=None, openvino=torch.bfloat16)
+    assert build_engine(config, 1).info.kernels == (
+        "torch (amd-pace: not on this machine; "
+        "openvino: they are for torch.bfloat16, and the model is in torch.float32)"
+    )
+    asked = use_kernels(monkeypatch, amd_pace=torch.float32, openvino=torch.float32)
+    assert build_engine(replace(config, cpu_kernels="torch"), 1).info.kernels == "torch"
+    assert asked == []
+
+
+def test_a_model_that_kernels_cannot_run_runs_on_torch_which_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the configuration names the kernels."""
+    use_kernels(monkeypatch, amd_pace=torch.float32)
+    directory = str(save_tiny_model(tmp_path, family="gpt_neox"))
+    config = TargetConfig(directory=directory, device="cpu", cpu_kernels="amd-pace")
+    said = "torch (reference kernels: its layers are not those of a Llama)"
+    assert build_engine(config, 1).info.kernels == said
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@BOTH_ROLES
+def test_named_kernels_that_cannot_be_used_are_refused(
+    config: TargetConfig | DraftConfig, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The setting is one of both roles."""
+    config = replace(config, directory=str(save_tiny_model(tmp_path)), cpu_kernels=name)
+    reasons = {None: "not on this machine", torch.bfloat16: "for torch.bfloat16, and the model"}
+    for dtype, reason in reasons.items():
+        others = dict.fromkeys(LOADERS, torch.float32) | {name: dtype}
+        asked = use_kernels(
+            monkeypatch, **{key.replace("-", "_"): one for key, one in others.items()}
+        )
+        with pytest.raises(SettingError, match=f"{name} cannot be used: .*{reason}") as bad:
+            build_engine(config, 1)
+        assert bad.value.key == "cpu_kernels"
+        assert asked == [name]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@BOTH_ROLES
+def test_rounded_weights_are_those_of_the_model_that_runs(
+    config: TargetConfig | DraftConfig, bits: int, tmp_path: Path
+) -> None:
+    """Files in bfloat16 are rounded in float32."""
+    openvino_kernels()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    module = tiny_module(tiny_config("llama", **sizes), dtype=torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    config = replace(config, directory=str(tmp_path), quantization=f"int{bits}")
+    engine = build_engine(config, 1)
+    assert engine.info.dtype == f"int{bits}"
+    assert engine.info.kernels.startswith("openvino ")
+    tokens = tuple(range(20))
+    [rows] = engine.forward([SequenceStep("s", tokens, len(tokens))])
+    before = dense(module.float(), tokens)
+    round_weights(module, bits)
+    expected = dense(module, tokens)
+    assert (rows - expected).norm() < 5e-5 * expected.norm()
+    assert (before - expected).norm() > 1e-3 * expected.norm()
+
+
+@BOTH_ROLES
+def test_rounded_weights_need_openvino(
+    config: TargetConfig | DraftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_kernels(monkeypatch, amd_pace=torch.bfloat16, openvino=None)
+    config = replace(config, directory=str(save_tiny_model(tmp_path)), quantization="int8")
+    reason = "int8 needs OpenVINO; .*openvino: not on this machine"
+    with pytest.raises(SettingError, match=reason) as bad:
+        build_engine(config, 1)
+    assert bad.value.key == f"{'draft_' if config.role == 'draft' else ''}quantization"
 
 
 def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:
@@ -404,6 +465,12 @@ def test_a_quantised_checkpoint_that_the_library_loads_is_served(
         (None, TargetConfig(engine="vllm"), r"engine: .*vLLM 0\.32; it is not installed"),
         ("0.33.1", DraftConfig(model="m", own_engine="vllm"), "draft_engine: .*0.33.1 is inst"),
         ("0.32.0", TargetConfig(engine="vllm", dtype="float64"), "dtype: float64"),
+        ("0.32.0", TargetConfig(engine="vllm", quantization="int8"), "quantization: int8 is not"),
+        (
+            "0.32.0",
+            DraftConfig(model="m", own_engine="vllm", quantization="int4"),
+            "draft_quantization: int4 is not",
+        ),
         (
             "0.32.0",
             DraftConfig(own_engine="vllm", model="student", target_directory="target"),
@@ -433,6 +500,7 @@ def test_what_vllm_cannot_run_is_refused_by_name(
         (False, "0.32.1", True, {"device": "cpu"}),
         (False, "0.32.1", True, {"engine": "transformers"}),
         (False, "0.32.1", True, {"dtype": "float64"}),
+        (False, "0.32.1", True, {"quantization": "int8"}),
     ],
 )
 def test_vllm_is_chosen_on_cuda_where_it_is_installed(
