@@ -181,8 +181,7 @@ class PagedEngine(PagedSequences):
 
     def _new_decoder(self, info: ModelInfo) -> CpuDecoder | None:
         """Returns a decoder that runs the model on the engine's kernels. Returns None without
-        kernels, or if they cannot run the model, or if the engine must be deterministic and the
-        decoder is not."""
+        kernels, or if they cannot run the model, or not deterministically if the engine must."""
         kernels = self._kernels
         if kernels is None:
             return None
@@ -273,11 +272,8 @@ class PagedEngine(PagedSequences):
         return True
 
     def _use_pages(self, num_pages: int) -> None:
-        shapes, size, decoder = (
-            [layer.shape for layer in self._layers],
-            self._page_tokens,
-            self._decoder,
-        )
+        shapes = [layer.shape for layer in self._layers]
+        size, decoder = self._page_tokens, self._decoder
         spare = 0 if decoder is None else decoder.num_spare_pages
         cache = KVCache(shapes, num_pages + spare, size, decoder is not None)
         drafting = KVCache(self._draft_shapes, num_pages, size)

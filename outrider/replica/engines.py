@@ -109,7 +109,8 @@ def _build_paged(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -
         if on_openvino and engine.kernels_name and layer is None:
             # Torch's threads would take cores from OpenVINO's, which run the steps.
             torch.set_num_threads(1)
-        engine.info = replace(engine.info, kernels=_kernels_note(engine, why))
+        if device.type == "cpu":
+            engine.info = replace(engine.info, kernels=_kernels_note(engine, why))
         return _tried(engine, config)
 
 
