@@ -199,7 +199,7 @@ def _about_identical(values: Mapping[str, Any]) -> str:
     else:
         why = (
             "others may differ where two tokens are almost equally likely, because the target's "
-            "rows are not bit-equal (`outrider status`). They are with fused CPU kernels "
+            "rows are not bit-equal (`outrider status`). They are with the kernels of amd-pace "
             "(`outrider collect-env`: cpu_kernels) or with --deterministic"
         )
     return f"{count} with and without drafts; {why}"

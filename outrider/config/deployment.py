@@ -307,6 +307,11 @@ class DraftConfig(ModelServerConfig):
                 "draft_tensor_parallel_size",
                 f"{self.tensor_parallel_size} is wrong; {self.model} runs on one rank",
             )
+        if self.drafter.kind and self.quantization != "none":
+            raise SettingError(
+                "quantization",
+                f"{self.quantization} is wrong; {self.model} reads the target's weights",
+            )
 
     @property
     def drafter(self) -> DrafterChoice:

@@ -31,7 +31,7 @@ class ModelInfo:
     features: str = ""  # see `ReplicaDescription`
     # Ranks compare their representations of this class. These fields may differ between ranks.
     dtype_note: str = field(default="", repr=False)  # see `ReplicaDescription`
-    kernels: str = field(default="", repr=False)  # see `ReplicaDescription`
+    kernels: str = field(default="", repr=False, compare=False)  # see `ReplicaDescription`
     row_coupling: float = field(default=0.0, repr=False)  # see `ReplicaDescription`
 
 

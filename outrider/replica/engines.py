@@ -124,10 +124,17 @@ def _rounded(
     """Rounds the model's weights. Returns the description of the rounded model."""
     from outrider.kernels.openvino import OpenVino
     from outrider.models.few_bits import round_weights
+    from outrider.models.loading import quantization_of
 
-    if not isinstance(kernels, OpenVino):
-        with with_setting_keys(type(config)):
+    with with_setting_keys(type(config)):
+        if not isinstance(kernels, OpenVino):
             raise SettingError("quantization", f"{config.quantization} needs OpenVINO; {why}")
+        if found := quantization_of(module.config):
+            raise SettingError(
+                "quantization",
+                f"{config.quantization} is wrong; the files of {config.model} are quantised "
+                f"already ({found})",
+            )
     round_weights(module, int(config.quantization.removeprefix("int")))
     return replace(info, dtype=config.quantization)
 
@@ -233,10 +240,12 @@ def _kernels(
         openvino.PACKAGE: openvino.load_openvino,
     }
     chosen, reasons = config.cpu_kernels, []
-    for name, load in loaders.items() if device.type == "cpu" else ():
+    for name, load in loaders.items():
         if chosen not in ("auto", name):
             continue
         try:
+            if device.type != "cpu":
+                raise KernelsUnavailable("they run on CPUs only")
             if ranks is not None:
                 raise KernelsUnavailable("they do not support several ranks")
             kernels = load()

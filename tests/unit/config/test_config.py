@@ -102,6 +102,7 @@ def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
         ({"draft_model": "eagle3:a/b", "look_ahead": 1}, "look_ahead"),
         ({"engine": "vllm", "draft_model": "eagle3:a/b", "eagle3_on": "draft"}, "eagle3_on"),
         ({"quantization": "fp8"}, "--quantization"),
+        ({"draft_model": "eagle3:a/b", "draft_quantization": "int8"}, "draft_quantization"),
         ({"quantization": "int8", "engine": "emulated:verify_ms=1"}, "quantization"),
         ({"draft_quantization": "int4", "engine": "emulated:verify_ms=1"}, "draft_quantization"),
     ],

@@ -448,6 +448,9 @@ def test_a_quantised_checkpoint_that_the_library_loads_is_served(
     halves.halve(directory)
     [found] = build_engine(config, 1).forward([step])
     assert 0 < (found - plain).norm() < 1e-2 * plain.norm()
+    openvino_kernels()
+    with pytest.raises(SettingError, match=r"quantised already \(halves\)"):
+        build_engine(replace(config, quantization="int8"), 1)
     advice = r"--engine vllm.*quantised weights \({}\)"
     monkeypatch.setattr(halves, "lacks_kernel", True)
     with pytest.raises(ConfigError, match="model tiny.*no kernel.*" + advice.format("halves")):
