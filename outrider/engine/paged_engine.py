@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from outrider.engine.batch import HeldStep, shipped, slots_at
 from outrider.engine.cpu.decoders import CpuDecoder, CpuKernels, DecoderSteps, new_decoder
+from outrider.engine.cpu.openvino_decoder import OpenVinoDecoder
 from outrider.engine.cuda.table_steps import DeviceBackend, TableSteps
 from outrider.engine.draft_layer import DraftLayer, draft_shapes
 from outrider.engine.gathered_attention import GatheredSteps, Steps
@@ -109,7 +110,9 @@ class PagedEngine(PagedSequences):
             if type(error) is not ConfigError:  # A `SettingError` must keep its key.
                 raise
             raise ConfigError(f"model {info.name}: {error}") from error
-        if contended_threads is not None:
+        if isinstance(self._decoder, OpenVinoDecoder):
+            self._threads = StepThreads(None)  # OpenVINO's number of threads is fixed.
+        elif contended_threads is not None:
             self._use_fewer_threads()
 
     def _build(self, info: ModelInfo, max_num_seqs: int, kv_cache_memory_bytes: int) -> None:

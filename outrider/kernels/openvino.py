@@ -16,6 +16,7 @@ PACKAGE = "openvino"
 VERSIONS: Final = ("2026.4",)
 """The operator `PagedAttention` may change between releases, so only releases that the tests have
 run are used."""
+_STARTING_ROWS = 512  # so many that the runtime uses all threads
 _NO_TELEMETRY = "CI"  # `openvino-telemetry` sends nothing if this variable is set
 
 
@@ -43,6 +44,16 @@ class OpenVino:
             "ENABLE_CPU_PINNING": False,
         }
         return self._core.compile_model(model, "CPU", options)
+
+    def start_threads(self, num_threads: int) -> None:
+        """Starts the runtime's threads, which get the priority of the calling thread. The runtime
+        keeps them as long as the process lives."""
+        op = self.operators
+        rows = op.parameter([_STARTING_ROWS, _STARTING_ROWS], self.module.Type.f32)
+        weight = op.constant(torch.zeros(_STARTING_ROWS, _STARTING_ROWS).numpy())
+        model = self.module.Model([op.matmul(rows, weight, False, False)], [rows], "start")
+        request = self.compile(model, num_threads).create_infer_request()
+        request.infer([torch.zeros(_STARTING_ROWS, _STARTING_ROWS).numpy()])
 
     def paged_attention(self, *inputs: Any) -> Any:
         """Returns a node of the operator `PagedAttention`."""

@@ -24,8 +24,8 @@ from outrider.kv_cache.attention import set_attention
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Layers of these kinds keep one key and one value for each token, and nothing else."""
 SELF_CHECK_SEQUENCES = 2
-_CHECK_TOKENS = 21
-_CHECK_CHUNK = 13
+_CHECK_TOKENS = 37  # more than a page of any engine
+_CHECK_CHUNK = 29
 """The first step of the self-check runs this many tokens of one sequence. The second step runs all
 other tokens of both sequences."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}

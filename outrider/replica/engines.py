@@ -82,10 +82,7 @@ def _build_paged(config: ReplicaConfig, num_threads: int, ranks: Ranks | None) -
         speed_up(layer.module, kernels=fused)
     if ranks is not None:
         ranks.wait_for_all()
-    # OpenVINO has threads of its own.
-    has_cores = (
-        config.role == "target" and device.type == "cpu" and ranks is None and not on_openvino
-    )
+    has_cores = config.role == "target" and device.type == "cpu" and ranks is None
     # A target uses fewer threads for short steps, and for small ones while others use the cores.
     is_set = config.num_threads > 0 or config.deterministic
     spares = has_cores and not is_set
@@ -137,6 +134,25 @@ def _rounded(
             )
     round_weights(module, int(config.quantization.removeprefix("int")))
     return replace(info, dtype=config.quantization)
+
+
+def may_run_on_openvino(config: ReplicaConfig) -> bool:
+    """Whether OpenVINO may run the steps, as far as is known before the model is loaded."""
+    from outrider.kernels import processor
+    from outrider.kernels.cpu import KernelsUnavailable
+    from outrider.kernels.openvino import load_openvino
+
+    is_float32 = config.dtype == "float32" or config.quantization != "none"
+    is_chosen = config.cpu_kernels == "openvino" or (
+        config.cpu_kernels == "auto" and (is_float32 or not processor.has_bfloat16())
+    )
+    if config.emulated is not None or runs_on_vllm(config) or not is_chosen:
+        return False
+    try:
+        load_openvino()
+    except KernelsUnavailable:
+        return False
+    return True
 
 
 def _kernels_note(engine: PagedEngine, why: str) -> str:

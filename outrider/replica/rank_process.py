@@ -87,9 +87,15 @@ def engine_of_a_replica(
     ends or does not join in time.
 
     Call this on a short-lived thread. If `leadership` is None, the thread gets a lower priority,
-    so that loading does not slow down other replicas on the same cores. With several ranks, the
-    thread keeps its priority, because the threads that it starts for steps inherit it."""
+    so that loading does not slow down other replicas on the same cores. The threads of OpenVINO,
+    which run steps, too, are started before. With several ranks, the thread keeps its priority,
+    because the threads that it starts for steps inherit it."""
+    from outrider.kernels.openvino import load_openvino
+    from outrider.replica.engines import may_run_on_openvino
+
     if leadership is None:
+        if may_run_on_openvino(config):
+            load_openvino().start_threads(num_threads)
         lower_priority(LOADING_NICENESS)
         return build_engine(config, num_threads)
     from outrider.engine.tensor_parallel.parallel_engine import ParallelEngine

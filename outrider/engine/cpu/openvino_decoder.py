@@ -9,9 +9,10 @@ A weight whose values times a power of two fit into float16, as most weights in 
 was rounded to few bits, is stored so. The runtime widens it while it multiplies, so results are
 those of float32, but a step reads less memory.
 
-A sequence with one new token takes other kernels for attention than a sequence with several. So
-that logits depend on neither the other tokens nor the other sequences of a step, a lone token can
-be followed by a spare one."""
+A sequence with one new token takes other kernels for attention than a sequence with several. And
+with narrow weights, a product of many rows takes other kernels than one of few rows. So that logits
+depend on neither the other tokens nor the other sequences of a step, a lone token can be followed
+by a spare one, and all weights can be stored in float32."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class OpenVinoDecoder:
         pads_lone_tokens: bool = False,
     ) -> None:
         """`taps`: layers whose inputs a step keeps; the number of layers means the input of the
-        last norm. `pads_lone_tokens`: see above. Raises `CannotFuse`."""
+        last norm. `pads_lone_tokens`: see above; weights are then in float32. Raises
+        `CannotFuse`."""
         self.kernels, self.kernels_name, self.page_size = kernels, kernels.name, kernels.page_size
         self.num_spare_pages = int(pads_lone_tokens)
         self.taps, self.pads_lone_tokens = sorted(taps), pads_lone_tokens
@@ -71,11 +73,13 @@ class OpenVinoDecoder:
         num_weights = sum(linear.weight.numel() for linear in linears)
         num_threads = 1 if num_weights <= _SMALL_WEIGHTS else torch.get_num_threads()
         try:
-            self.graph = kernels.compile(_Graph(parts, kernels, self.taps).model(), num_threads)
-        except RuntimeError as error:
+            graph = _Graph(parts, kernels, self.taps, narrows=not pads_lone_tokens)
+            self.graph = kernels.compile(graph.model(), num_threads)
+        except (RuntimeError, ValueError) as error:
             raise CannotFuse(f"OpenVINO cannot compile it: {_first_line(error)}") from error
         is_tied = parts.head.weight is getattr(parts.embed, "weight", None)
-        self._sources = linears[:-1] if is_tied else linears
+        # An embedding, or a head that drafts, may use the LM head's weight.
+        self._sources = linears[:-1] if is_tied or taps else linears
 
     def new_steps(self, caches: Sequence[BlockedKeysAndValues]) -> OpenVinoSteps:
         return OpenVinoSteps(self, caches)
@@ -115,7 +119,7 @@ class OpenVinoSteps(Steps):
         for name, values in rows.tables.items():
             self._give(name, torch.from_numpy(values))
         with _ONE_STEP:
-            self._request.infer()
+            self._request.infer(share_outputs=True)  # Otherwise it would copy all outputs.
         own = slice(None) if rows.own is None else rows.own
         self.tapped = {layer: self._output(f"tap.{layer}")[own] for layer in decoder.taps}
         return self._output("logits")
@@ -185,8 +189,11 @@ class _Graph:
     and `max_context_len`. Outputs: `logits` [R, 1, V] of the R rows that `wanted` lists, and for
     each tap `tap.i` [T, 1, D]."""
 
-    def __init__(self, parts: DecoderParts, kernels: OpenVino, taps: Sequence[int]) -> None:
-        self._parts, self._kernels, self._taps = parts, kernels, taps
+    def __init__(
+        self, parts: DecoderParts, kernels: OpenVino, taps: Sequence[int], narrows: bool
+    ) -> None:
+        """`narrows`: whether weights may be stored in fewer bits than float32."""
+        self._parts, self._kernels, self._taps, self._narrows = parts, kernels, taps, narrows
         self._op, self._types = kernels.operators, kernels.module.Type
         self._inputs: dict[str, Any] = {}
         self._outputs: list[Any] = []
@@ -306,14 +313,14 @@ class _Graph:
     def _weight(self, weight: Tensor) -> tuple[Any, int]:
         """Returns a node with the value weight * 2^n, and n."""
         constant, tensor = self._kernels.module.op.Constant, self._kernels.tensor
-        for exponent in (0, _exponent_of(weight)):
+        for exponent in (0, _exponent_of(weight)) if self._narrows else ():
             scaled = torch.ldexp(weight, torch.tensor(exponent))
             narrow = scaled.to(torch.float16)
             if torch.equal(narrow.to(weight.dtype), scaled):
                 widened = self._op.convert(constant(tensor(narrow), False), self._types.f32)
                 widened.get_rt_info()[_STAYS_NARROW] = ""
                 return widened, exponent
-        whole = integers_of(weight)
+        whole = integers_of(weight) if self._narrows else None
         if whole is not None:
             return self._integers(whole), 0
         return constant(tensor(weight.contiguous()), False), 0

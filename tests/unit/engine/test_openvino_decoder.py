@@ -1,7 +1,10 @@
 """Steps on OpenVINO, compared with the module's own forward pass in float32."""
 
 import logging
+import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -74,6 +77,8 @@ def test_rows_are_those_of_the_tokens_held(is_deterministic: bool) -> None:
     module = llama()
     library = twin(module)
     engine = engine_of(module, deterministic=is_deterministic)
+    assert engine.kernels_name
+    assert not engine._threads.varies
     assert engine.rows_are_equal == bool(engine.info.numerics) == is_deterministic
     chance = random.Random(20)
     held: dict[str, tuple[int, ...]] = {}
@@ -142,6 +147,45 @@ def test_a_weight_is_narrowed_only_if_nothing_is_lost(
     assert "model.embed_tokens.weight" in kept
 
 
+@pytest.mark.parametrize("bits", [0, 8])
+def test_wide_layers_are_deterministic_with_weights_in_float32(bits: int) -> None:
+    """In 16 and in 8 bits, products of 96 rows and more would round differently."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "head_dim": 64}
+    module = llama(**sizes).bfloat16().float()
+    if bits:
+        round_weights(module, bits)
+    library = twin(module)
+    engine = engine_of(module, deterministic=True, kv_cache_memory_bytes=2**23)
+    assert engine.kernels_name
+    text = ids(120)
+    whole = run(engine, "whole", text, len(text))
+    check_rows(whole, library, text)
+    parts = [run(engine, "parts", text[begin : begin + 7], 7) for begin in range(0, 119, 7)]
+    assert torch.equal(torch.cat(parts), whole[:119])
+
+
+def test_threads_that_run_steps_keep_the_priority_with_which_they_start() -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from outrider.kernels.openvino import load_openvino
+threads = lambda: {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
+kernels = load_openvino()
+before = threads()
+kernels.start_threads(2)
+started = threads() - before
+os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + 1)
+kernels.start_threads(2)
+assert started and threads() - before == started, (started, threads() - before)
+assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in started} == {int(sys.argv[1])}
+"""
+    openvino_kernels()
+    if sys.platform != "linux":
+        pytest.skip("threads have no priority of their own")
+    own = str(os.getpriority(os.PRIO_PROCESS, 0))
+    subprocess.run([sys.executable, "-c", code, own], check=True, timeout=120)
+
+
 @pytest.mark.parametrize("is_small", [False, True])
 def test_small_models_run_on_one_thread(is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_small:
@@ -176,7 +220,7 @@ def test_others_run_on_torch_and_are_named(
 def test_a_model_that_fails_the_self_check_runs_on_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The planted fault exchanges two pages of a sequence."""
+    """The planted fault exchanges pages."""
     plain = openvino_decoder._rows
 
     def exchanged(*given: Any) -> Any:

@@ -122,7 +122,7 @@ def test_pages_are_counted_in_the_dtype_that_is_used(
         (TargetConfig(cpu_kernels="torch", num_threads=2), None, True),
         (TargetConfig(cpu_kernels="torch", deterministic=True), None, True),
         (DraftConfig(model="tiny", cpu_kernels="torch"), None, False),
-        (TargetConfig(cpu_kernels="openvino"), None, False),
+        (TargetConfig(cpu_kernels="openvino"), 1, True),
     ],
 )
 def test_threads_of_a_target_have_own_cores_also_if_all_steps_run_on_all_threads(
@@ -132,7 +132,7 @@ def test_threads_of_a_target_have_own_cores_also_if_all_steps_run_on_all_threads
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """OpenVINO has threads of its own."""
+    """While OpenVINO runs the steps, the engine ignores both."""
     if config.cpu_kernels == "openvino":
         openvino_kernels()
     make = Mock(wraps=PagedEngine)
