@@ -78,6 +78,7 @@ class FusedDecoder:
         )
 
     def new_steps(self, caches: Sequence[BlockedKeysAndValues]) -> "FusedSteps":
+        """See `CpuDecoder.new_steps`."""
         return FusedSteps(self, caches, self._span_tokens, taps=self._taps)
 
     def drop_sources(self) -> None:

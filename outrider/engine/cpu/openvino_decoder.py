@@ -82,9 +82,11 @@ class OpenVinoDecoder:
         self._sources = linears[:-1] if is_tied or taps else linears
 
     def new_steps(self, caches: Sequence[BlockedKeysAndValues]) -> OpenVinoSteps:
+        """See `CpuDecoder.new_steps`."""
         return OpenVinoSteps(self, caches)
 
     def drop_sources(self) -> None:
+        """See `CpuDecoder.drop_sources`."""
         for linear in self._sources:
             linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
