@@ -1,9 +1,9 @@
 """Weights of linear layers in 8 or 4 bits.
 
 `round_weights` rounds a model's weights to integers times a scale, and leaves the products in the
-weights. So every engine and every head runs the same rounded model. An engine that multiplies
-integers gets them back with `integers_of`: scales have `_SCALE_BITS` significant bits, so the
-products are exact in float32, and rounding them again yields the same integers and scales.
+weights. So every engine, and a head on the target, runs the same rounded model. An engine that
+multiplies integers gets them back with `integers_of`: scales have `_SCALE_BITS` significant bits,
+so the products are exact in float32, and rounding them again yields the same integers and scales.
 
     8 bits   one scale for each row: max |w| / 127
     4 bits   one scale for each 64 weights of a row: w / -8, where w has the largest magnitude. This

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.draft_length import controller
 from coordinator.draft_length.controller import LengthControl, LengthControls
 from coordinator.draft_length.policy import RoundLength, RoundResult
 from outrider.interfaces.step_costs import StepCosts
@@ -150,6 +151,29 @@ def test_a_choice_of_the_same_length_lets_the_target_run_on() -> None:
     world.acceptance = 0.2
     world.play(control, 400, first_index=800)
     assert world.play(control, 100, first_index=1200).asked.count(BOUND) <= 5
+
+
+@pytest.mark.parametrize(
+    ("used", "plain", "expected"),
+    [
+        (0.985, 0.9, 1),  # Near the best: the target runs on.
+        (0.975, 0.9, 2),
+        (0.985, 1.015, 2),  # 3 % behind plain decoding.
+        (0.985, 1.025, 0),
+        (0.999, 1.015, 1),
+    ],
+)
+def test_a_length_is_kept_only_if_it_loses_little_against_all_others(
+    used: float, plain: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`used` and `plain`: the speeds of the K that is used, and of K = 0, by that of K = 2."""
+    control = World(acceptance=0.8, draft_s=0.0, by_target=True).open()
+    monkeypatch.setattr(control, "_tries_plain", lambda *_: False)
+    options = [controller._Option(1, used, 1.0), controller._Option(2, 1.0, 1.0)]
+    control._planned = options[0]
+    monkeypatch.setattr(control._experience, "spend", lambda _: False)
+    found = control._after_drafts(options, controller._Option(0, plain, 1.0), keeps=True)
+    assert found.option.num_draft_tokens == expected
 
 
 def test_a_length_that_is_used_already_is_not_explored() -> None:
