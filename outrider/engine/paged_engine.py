@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -361,8 +361,9 @@ class PagedEngine(PagedSequences):
     def _run_whole(self, step: HeldStep) -> Tensor:
         rows = self._steps.run(step)
         if self._draft is not None:
-            if isinstance(self._steps, DecoderSteps):
-                tapped = [self._steps.tapped[index] for index in self._taps]
+            if self._decoder is not None:
+                steps = cast(DecoderSteps, self._steps)
+                tapped = [steps.tapped[index] for index in self._taps]
             else:
                 tapped = [watched.rows_read() for watched in self._taps.values()]
             self._features = newest_rows(self._draft.write(step, tapped), step)

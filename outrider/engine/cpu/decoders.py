@@ -1,7 +1,7 @@
 """Decoders that run a model's steps on a CPU in place of the code of transformers."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from outrider.models.decoder_parts import CannotFuse, DecoderParts
 CpuKernels = PaceKernels | OpenVino
 
 
-@runtime_checkable
 class DecoderSteps(Steps, Protocol):
     """Runs steps on a decoder."""
 
