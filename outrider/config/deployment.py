@@ -201,7 +201,8 @@ class ModelServerConfig(ServerConfig):
     cores; drafts do not. With 0 and without `deterministic`, a target that has all cores uses one
     thread for steps of a few milliseconds that more threads hardly shorten, and one thread fewer
     for small steps while other processes slow it down. If a target's step has as many threads as
-    there are cores, each thread has a core of its own."""
+    there are cores, each thread has a core of its own. OpenVINO's steps always have all threads,
+    and one thread for tiny models."""
     tensor_parallel_size: Annotated[int, between(1, limits.TENSOR_PARALLEL_SIZE_MAX)] = 1
     """Number of tensor-parallel ranks. The numbers of CPUs, GPUs and threads apply to each rank."""
     directory: Internal[str] = ""
