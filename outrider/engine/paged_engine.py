@@ -209,6 +209,8 @@ class PagedEngine(PagedSequences):
     def _drop_decoder(self, reason: str) -> None:
         if self._kernels is None:
             return
+        if self._decoder is not None:
+            self._decoder.restore_sources()
         self._decoder, self.rows_are_equal = None, False
         self.kernels_note = f"{self._kernels.name}: {reason}"
         _log.info("model %s: its steps do not run on %s", self.info.name, self.kernels_note)

@@ -7,8 +7,8 @@ from functools import cache
 from importlib import metadata
 from typing import Any, Final
 
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from outrider.kernels.cpu import KernelsUnavailable
 
@@ -60,10 +60,10 @@ class OpenVino:
         outputs = [each.output(0) if hasattr(each, "output") else each for each in inputs]
         return self.module.op._PagedAttentionExtension(outputs)
 
-    def tensor(self, values: Tensor) -> Any:
+    def tensor(self, values: npt.NDArray[Any]) -> Any:
         """Returns an OpenVINO tensor that shares the memory of `values`, which must be contiguous
         and must outlive it."""
-        return self.module.Tensor(values.numpy(), shared_memory=True)
+        return self.module.Tensor(values, shared_memory=True)
 
 
 @cache

@@ -46,7 +46,12 @@ class CpuDecoder(Protocol):
         """`caches` must have `num_spare_pages` at their end."""
 
     def drop_sources(self) -> None:
-        """Frees the module's weights that the decoder does not share."""
+        """Frees the module's weights that the decoder does not share. The module must not run any
+        more."""
+
+    def restore_sources(self) -> None:
+        """Gives the module back its weights, which the decoder may have freed already. Called
+        instead of `drop_sources` if the decoder is not used."""
 
 
 def new_decoder(

@@ -84,6 +84,9 @@ class FusedDecoder:
     def drop_sources(self) -> None:
         """Does nothing, because the decoder shares all weights."""
 
+    def restore_sources(self) -> None:
+        """See `CpuDecoder.restore_sources`. The module has kept its weights."""
+
     def logits(self, rows: Tensor, residual: Tensor) -> Tensor:
         """Returns logits [1, L, V] for the last layer's output and its residual, each [1, L, D]."""
         logits: Tensor

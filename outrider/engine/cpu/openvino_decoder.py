@@ -5,10 +5,6 @@ on pages, and compiles it. The pages belong to the engine. The graph is built he
 OpenVINO's own conversion reads only whole models of `transformers`, and offers no access to the
 inputs of layers or to chosen rows.
 
-A weight whose values times a power of two fit into float16, as most weights in bfloat16 do, or that
-was rounded to few bits, is stored so. The runtime widens it while it multiplies, so results are
-those of float32, but a step reads less memory.
-
 A sequence with one new token takes other kernels for attention than a sequence with several. And
 with narrow weights, a product of many rows takes other kernels than one of few rows. So that logits
 depend on neither the other tokens nor the other sequences of a step, a lone token can be followed
@@ -18,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -29,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.engine.batch import HeldStep
+from outrider.engine.cpu.openvino_weights import WeightConstants
 from outrider.engine.gathered_attention import Steps
 from outrider.kernels.openvino import OpenVino
 from outrider.kv_cache.storage import BlockedKeysAndValues
 from outrider.models.decoder_parts import CannotFuse, DecoderParts, LayerParts
-from outrider.models.few_bits import IntegerWeight, integers_of
 from outrider.models.module_replacement import NativeRMSNorm
 
 _SMALL_WEIGHTS = 2**22
@@ -65,21 +60,21 @@ class OpenVinoDecoder:
         self.kernels, self.kernels_name, self.page_size = kernels, kernels.name, kernels.page_size
         self.num_spare_pages = int(pads_lone_tokens)
         self.taps, self.pads_lone_tokens = sorted(taps), pads_lone_tokens
-        self.embed = parts.embed
-        self.rotations = [
-            [torch.cat((table, table), -1) for table in rotation] for rotation in parts.rotations
-        ]
-        linears = [linear for layer in parts.layers for linear in layer.linears] + [parts.head]
-        num_weights = sum(linear.weight.numel() for linear in linears)
+        linears = [linear for layer in parts.layers for linear in layer.linears]
+        num_weights = sum(linear.weight.numel() for linear in [*linears, parts.head])
         num_threads = 1 if num_weights <= _SMALL_WEIGHTS else torch.get_num_threads()
+        # A head that drafts may use the embedding and the LM head.
+        self._sources = linears if taps else [parts.embed, *linears, parts.head]
+        self._constants = WeightConstants(kernels, narrows=not pads_lone_tokens)
         try:
-            graph = _Graph(parts, kernels, self.taps, narrows=not pads_lone_tokens)
+            graph = _Graph(parts, kernels, self.taps, self._constants)
             self.graph = kernels.compile(graph.model(), num_threads)
         except (RuntimeError, ValueError) as error:
+            self.restore_sources()
             raise CannotFuse(f"OpenVINO cannot compile it: {_first_line(error)}") from error
-        is_tied = parts.head.weight is getattr(parts.embed, "weight", None)
-        # An embedding, or a head that drafts, may use the LM head's weight.
-        self._sources = linears[:-1] if is_tied or taps else linears
+        except CannotFuse:
+            self.restore_sources()
+            raise
 
     def new_steps(self, caches: Sequence[BlockedKeysAndValues]) -> OpenVinoSteps:
         """See `CpuDecoder.new_steps`."""
@@ -87,8 +82,13 @@ class OpenVinoDecoder:
 
     def drop_sources(self) -> None:
         """See `CpuDecoder.drop_sources`."""
-        for linear in self._sources:
-            linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
+        for source in self._sources:
+            source.weight = nn.Parameter(source.weight.to("meta"), requires_grad=False)
+        del self._constants
+
+    def restore_sources(self) -> None:
+        """See `CpuDecoder.restore_sources`."""
+        self._constants.restore()
 
 
 def _first_line(error: Exception) -> str:
@@ -105,117 +105,162 @@ class OpenVinoSteps(Steps):
         self._spare_page = len(caches[0].keys) - 1 if decoder.pads_lone_tokens else None
         self.tapped: dict[int, Tensor] = {}  # the input [T, D] of each layer in the decoder's taps
         self._request = decoder.graph.create_infer_request()
-        self._given: dict[str, Tensor] = {}
-        """The request's inputs, whose memory it shares."""
+        self._caches = caches  # The request shares their memory, and that of `_given`.
+        self._given: dict[str, _Ints] = {}
         for index, cache in enumerate(caches):
-            self._give(f"keys.{index}", cache.keys)
-            self._give(f"values.{index}", cache.values)
+            for name, pages in (("keys", cache.keys), ("values", cache.values)):
+                self._request.set_tensor(f"{name}.{index}", decoder.kernels.tensor(pages.numpy()))
 
     def run(self, step: HeldStep) -> Tensor:
-        decoder, rows = self._decoder, _rows(step, self._spare_page)
-        positions = torch.from_numpy(rows.positions)
-        self._give("rows", decoder.embed(torch.from_numpy(rows.token_ids))[:, None])
-        for index, tables in enumerate(decoder.rotations):
-            for name, table in zip(("cos", "sin"), tables, strict=True):
-                self._give(f"{name}.{index}", table.index_select(0, positions)[:, None, None])
-        for name, values in rows.tables.items():
-            self._give(name, torch.from_numpy(values))
+        rows = _rows(step, self._spare_page)
+        for name, values in rows.inputs.items():
+            self._give(name, np.array(values, np.int32))
         with _ONE_STEP:
             self._request.infer(share_outputs=True)  # Otherwise it would copy all outputs.
-        own = slice(None) if rows.own is None else rows.own
-        self.tapped = {layer: self._output(f"tap.{layer}")[own] for layer in decoder.taps}
+        taps = self._decoder.taps
+        self.tapped = {layer: self._output(f"tap.{layer}")[rows.own] for layer in taps}
         return self._output("logits")
 
-    def _give(self, name: str, values: Tensor) -> None:
-        self._given[name] = values = values.contiguous()
-        self._request.set_tensor(name, self._decoder.kernels.tensor(values))
+    def _give(self, name: str, values: _Ints) -> None:
+        """Sets an input. Setting a tensor takes ten times as long as a copy to the last one."""
+        given = self._given.get(name)
+        if given is not None and given.shape == values.shape:
+            given[...] = values
+        else:
+            self._given[name] = values
+            self._request.set_tensor(name, self._decoder.kernels.tensor(values))
 
     def _output(self, name: str) -> Tensor:
         """Returns an output [n, 1, any] as [n, any]. The next step overwrites it."""
-        return torch.from_numpy(self._request.get_tensor(name).data)[:, 0]
+        return torch.from_numpy(self._request.get_tensor(name).data[:, 0])
 
 
 class _Rows(NamedTuple):
-    """The T rows of a step, including spare ones."""
+    """The rows of a step, including spare ones."""
 
-    token_ids: _Ints
-    positions: _Ints
-    own: _Ints | None  # the rows that are not spare; None = all
-    tables: dict[str, npt.NDArray[Any]]  # further inputs of the graph, by name
+    inputs: dict[str, list[int] | int]  # inputs of the graph, by name
+    own: list[int]  # the rows that are not spare
 
 
 def _rows(step: HeldStep, spare_page: int | None) -> _Rows:
     """If there is a spare page, a spare token follows each token that is alone in its sequence. It
     takes the next slot, or the spare page's first one."""
-    ids, positions, _, wanted = step.rows
-    pages = [held.pages for held in step.sequences]
-    counts, lengths = np.array(
-        [(len(held.step.token_ids), held.length) for held in step.sequences]
-    ).T
-    own, is_lone = None, counts == 1
-    if spare_page is not None and is_lone.any():
-        copies = (1 + is_lone).repeat(counts)
-        own = copies.cumsum() - copies
-        ids, positions, wanted = ids.repeat(copies), positions.repeat(copies), own[wanted]
-        counts = counts + is_lone
-        pages = [[*held, spare_page] for held in pages]
-    tables = {
-        "past_lens": lengths,
-        "subsequence_begins": np.append(0, counts.cumsum()),
-        "block_indices": np.array([*chain.from_iterable(pages)]),
-        "block_indices_begins": np.append(0, np.cumsum([*map(len, pages)])),
-        "max_context_len": (lengths + counts).max(),
-        "wanted": wanted,
-    }
-    return _Rows(ids, positions, own, {name: np.asarray(v, np.int32) for name, v in tables.items()})
-
-
-def _exponent_of(weight: Tensor) -> int:
-    """The largest n with which weight * 2^n has no overflow in float16."""
-    return (
-        int(torch.finfo(torch.float16).max // weight.abs().max().clamp(min=1e-30)).bit_length() - 1
+    token_ids: list[int] = []
+    positions: list[int] = []
+    pages: list[int] = []
+    own: list[int] = []
+    wanted: list[int] = []
+    begins, page_begins = [0], [0]
+    longest = 0
+    for held, length, own_pages in step.sequences:
+        new_ids, first = held.token_ids, len(token_ids)
+        num = len(new_ids)
+        token_ids += new_ids
+        positions += range(length, length + num)
+        pages += own_pages
+        own += range(first, first + num)
+        wanted += range(first + num - held.num_logits, first + num)
+        if spare_page is not None and num == 1:
+            token_ids += new_ids
+            positions.append(length)
+            pages.append(spare_page)
+        begins.append(len(token_ids))
+        page_begins.append(len(pages))
+        longest = max(longest, length + begins[-1] - first)
+    return _Rows(
+        {
+            "token_ids": token_ids,
+            "positions": positions,
+            "past_lens": [each.length for each in step.sequences],
+            "subsequence_begins": begins,
+            "block_indices": pages,
+            "block_indices_begins": page_begins,
+            "max_context_len": longest,
+            "wanted": wanted,
+        },
+        own,
     )
 
 
-_STAYS_NARROW = "decompression_0"
-"""A mark of OpenVINO's converter. Without it, compilation would widen the constant for good."""
-_TABLES = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "wanted")
+_TABLES = (
+    "token_ids",
+    "positions",
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "wanted",
+)
 
 
 class _Graph:
     """Builds the graph of a decoder. Rows are [T, 1, D], because OpenVINO recognises rotations and
     norms only in tensors with these dimensions.
 
-    Inputs in float32: `rows` [T, 1, D]; for each rotation `cos.i` and `sin.i` [T, 1, 1, width]; for
-    each layer `keys.i` and `values.i` [pages, heads, page size, width]. Inputs in int32: `_TABLES`
-    and `max_context_len`. Outputs: `logits` [R, 1, V] of the R rows that `wanted` lists, and for
-    each tap `tap.i` [T, 1, D]."""
+    Inputs in float32: for each layer `keys.i` and `values.i` [pages, heads, page size, width].
+    Inputs in int32: `_TABLES` and `max_context_len`. Outputs: `logits` [R, 1, V] of the R rows that
+    `wanted` lists, and for each tap `tap.i` [T, 1, D]."""
 
     def __init__(
-        self, parts: DecoderParts, kernels: OpenVino, taps: Sequence[int], narrows: bool
+        self,
+        parts: DecoderParts,
+        kernels: OpenVino,
+        taps: Sequence[int],
+        constants: WeightConstants,
     ) -> None:
-        """`narrows`: whether weights may be stored in fewer bits than float32."""
-        self._parts, self._kernels, self._taps, self._narrows = parts, kernels, taps, narrows
+        self._parts, self._kernels, self._taps, self._constants = parts, kernels, taps, constants
         self._op, self._types = kernels.operators, kernels.module.Type
         self._inputs: dict[str, Any] = {}
+        self._rotations: list[list[Any]] = []  # cosines and sines [T, 1, 1, width] of the rows
         self._outputs: list[Any] = []
 
     def model(self) -> Any:
         op, parts = self._op, self._parts
-        rows = self._input("rows", [-1, 1, parts.norm.factor.numel()])
         for name in _TABLES:
             self._input(name, [-1], self._types.i32)
         self._input("max_context_len", [], self._types.i32)
-        for index, (cos, _) in enumerate(parts.rotations):
-            for name in ("cos", "sin"):
-                self._input(f"{name}.{index}", [-1, 1, 1, 2 * cos.shape[1]])
+        rows = self._embedded(parts.embed)
+        for tables in parts.rotations:
+            self._rotations.append([self._rotation(table) for table in tables])
         for index, layer in enumerate(parts.layers):
             self._tap(index, rows)
             rows = self._layer(index, layer, rows)
+            for linear in layer.linears:
+                self._constants.free(linear.weight)
         self._tap(len(parts.layers), rows)
         wanted = op.gather(rows, self._inputs["wanted"], self._ints(0))
         self._show("logits", self._linear(parts.head, self._norm(parts.norm, wanted)))
+        for weight in () if self._taps else {parts.embed.weight, parts.head.weight}:
+            self._constants.free(weight)
         return self._kernels.module.Model(self._outputs, [*self._inputs.values()], "decoder")
+
+    def _embedded(self, embed: Any) -> Any:
+        """The input [T, 1, D] of the first layer."""
+        weight = embed.weight.detach()
+        largest = int(weight.abs().argmax())
+        token_id = largest // weight.shape[1]
+        ids = torch.tensor([0, token_id])
+        with torch.inference_mode():
+            expected = embed(ids)
+            factor = float(
+                expected.view(2, -1)[1, largest % weight.shape[1]] / weight.view(-1)[largest]
+            )
+            if not torch.equal(weight[ids] * factor, expected):
+                raise CannotFuse("its embedding is not a table with a factor")
+        table, exponent = self._constants.table(embed.weight)
+        rows = self._op.gather(table, self._inputs["token_ids"], self._ints(0))
+        rows = self._times(rows, factor * 2.0**-exponent)
+        return self._op.unsqueeze(rows, self._ints(1))
+
+    def _rotation(self, table: Tensor) -> Any:
+        whole = self._op.constant(torch.cat((table, table), -1).numpy(), self._types.f32)
+        rows = self._op.gather(whole, self._inputs["positions"], self._ints(0))
+        return self._op.unsqueeze(rows, self._ints([1, 2]))
+
+    def _times(self, rows: Any, factor: float) -> Any:
+        if factor == 1:
+            return rows
+        return self._op.multiply(rows, self._op.constant(factor, self._types.f32))
 
     def _layer(self, index: int, layer: LayerParts, rows: Any) -> Any:
         op, block = self._op, layer.block
@@ -288,7 +333,7 @@ class _Graph:
         normed = self._norm(norm, by_head)
         first, second = self._split(normed, [width // 2] * 2, axis=3)
         minus = op.multiply(second, op.constant(-1.0, self._types.f32))
-        cos, sin = (self._inputs[f"{name}.{layer.rotation}"] for name in ("cos", "sin"))
+        cos, sin = self._rotations[layer.rotation]
         rotated = op.add(op.multiply(normed, cos), op.multiply(op.concat([minus, first], -1), sin))
         return self._reshaped(op.transpose(rotated, swapped_axes), [0, -1])
 
@@ -304,44 +349,11 @@ class _Graph:
 
     def _linear(self, linear: Any, rows: Any) -> Any:
         op, f32 = self._op, self._types.f32
-        weight, exponent = self._weight(linear.weight.detach())
-        product = op.matmul(rows, weight, False, True)
-        if exponent:
-            product = op.multiply(product, op.constant(2.0**-exponent, f32))
+        weight, exponent = self._constants.matrix(linear.weight)
+        product = self._times(op.matmul(rows, weight, False, True), 2.0**-exponent)
         if linear.bias is None:
             return product
         return op.add(product, op.constant(linear.bias.detach().numpy(), f32))
-
-    def _weight(self, weight: Tensor) -> tuple[Any, int]:
-        """Returns a node with the value weight * 2^n, and n."""
-        constant, tensor = self._kernels.module.op.Constant, self._kernels.tensor
-        for exponent in (0, _exponent_of(weight)) if self._narrows else ():
-            scaled = torch.ldexp(weight, torch.tensor(exponent))
-            narrow = scaled.to(torch.float16)
-            if torch.equal(narrow.to(weight.dtype), scaled):
-                widened = self._op.convert(constant(tensor(narrow), False), self._types.f32)
-                widened.get_rt_info()[_STAYS_NARROW] = ""
-                return widened, exponent
-        whole = integers_of(weight) if self._narrows else None
-        if whole is not None:
-            return self._integers(whole), 0
-        return constant(tensor(weight.contiguous()), False), 0
-
-    def _integers(self, weight: IntegerWeight) -> Any:
-        op, types = self._op, self._types
-        values = weight.integers.numpy()
-        if weight.bits == 4:
-            low, high = values[..., ::2] & 15, values[..., 1::2] & 15
-            packed = self._kernels.module.Tensor(
-                np.ascontiguousarray(low | high << 4), values.shape, types.i4
-            )
-            constant = self._kernels.module.op.Constant(packed, False)
-        else:
-            constant = op.constant(values, types.i8)
-        wide = op.multiply(
-            op.convert(constant, types.f32), op.constant(weight.scales.numpy(), types.f32)
-        )
-        return self._reshaped(wide, [0, -1])
 
     def _activated(self, function: Callable[[Tensor], Tensor], rows: Any) -> Any:
         tried = torch.linspace(-8, 8, 1025)
