@@ -31,7 +31,7 @@ def collect_less() -> None:
 
 
 class CoordinatorActor(RayActor):
-    """A coordinator. Only `start` imports the large modules, so Ray places the actor quickly."""
+    """A coordinator. Only `prepare` imports the large modules, so Ray places the actor quickly."""
 
     def __init__(self) -> None:
         self.host: CoordinatorHost | None = None
@@ -39,10 +39,17 @@ class CoordinatorActor(RayActor):
     async def engagement(self) -> Engagement:
         return Engagement() if self.host is None else self.host.engagement
 
-    async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
-        """See `CoordinatorHost.start`."""
+    async def prepare(self, config: CoordinatorConfig, log_directory: str) -> None:
+        """Does the part of `start` that needs no target: imports, and the tokenizer."""
         use_threads(1)
         log_to(log_directory, config.log_name, config.log_level)
+        from .host import load_text
+
+        load_text(config)
+
+    async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
+        """See `CoordinatorHost.start`."""
+        await self.prepare(config, log_directory)
         config = config.reaching(with_password(config.redis))
         from .host import CoordinatorHost
 

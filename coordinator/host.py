@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,7 +94,7 @@ class CoordinatorHost:
                 resume_grace_ms=config.resume_grace_ms,
             ),
             fallback=build_lookup(config.lookup) or ngram,
-            text=_load_text(config),
+            text=load_text(config),
             observation=observation,
             targets=targets,
             drafts=drafts,
@@ -281,14 +282,25 @@ def _access_control(config: CoordinatorConfig) -> AccessControl:
         return AccessControl(watch_keys(path, given_keys(config.api_key)), slots)
 
 
-def _load_text(config: CoordinatorConfig) -> TokenizerText | None:
+def load_text(config: CoordinatorConfig) -> TokenizerText | None:
+    """Loads the tokenizer, once in a process. Returns None if the coordinator has none. Imports the
+    library of models, so the first call takes seconds."""
     if not config.tokenizer_directory:
         return None
+    return _text_of(
+        config.tokenizer_directory,
+        config.served_model_name or None,
+        config.trust_remote_code,
+        read_chat_template(config.chat_template),
+    )
+
+
+@cache
+def _text_of(
+    directory: str, name: str | None, trust_remote_code: bool, chat_template: str
+) -> TokenizerText:
     from outrider.models.tokenizer import TokenizerText
 
     return TokenizerText.load(
-        Path(config.tokenizer_directory),
-        config.served_model_name or None,
-        trust_remote_code=config.trust_remote_code,
-        chat_template=read_chat_template(config.chat_template),
+        Path(directory), name, trust_remote_code=trust_remote_code, chat_template=chat_template
     )

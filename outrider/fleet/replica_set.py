@@ -180,6 +180,11 @@ class Replica:
             drained=any(rank.location.ray_node in draining for rank in self.ranks),
         )
 
+    async def prepare(self, config: object) -> None:
+        """Lets a coordinator do what it can before targets serve (`CoordinatorActor.prepare`)."""
+        timeout_s = self.spec.config.model_timeout_s
+        await self.ranks[0].call("prepare", config, self.spec.log_directory, timeout_s=timeout_s)
+
     async def begin(self, config: object) -> None:
         """Starts all ranks, and waits until the replica serves. The calls by name reach the classes
         in `Demand.classes`: `start` is the method of the role's actor (`ReplicaHost` or
@@ -450,15 +455,22 @@ class Fleet:
         )
 
     async def start(self) -> None:
-        """Starts targets and drafts. When all of them serve, starts coordinators. Raises the errors
-        of replicas and of `Cluster.place`, and `StoreUnavailable`."""
+        """Starts targets and drafts, and prepares coordinators. When all targets and drafts serve,
+        starts coordinators. Raises the errors of replicas and of `Cluster.place`, and
+        `StoreUnavailable`."""
         await self._registry.want(self.wanted)
         self._num_started = await self._registry.started()
         replicas = [self._new(role) for role in ROLES for _ in range(self.wanted[role])]
         await self._place(*replicas)
-        for roles in (("target", "draft"), ("coordinator",)):
-            starting = [self._begin(replica) for replica in replicas if replica.role in roles]
-            raise_first(await asyncio.gather(*starting, return_exceptions=True))
+        coordinators = [replica for replica in replicas if replica.role == "coordinator"]
+        begun = [self._begin(replica) for replica in replicas if replica not in coordinators]
+        prepared = [
+            replica.prepare(self.spec.replica_config(replica.role, replica.member))
+            for replica in coordinators
+        ]
+        raise_first(await asyncio.gather(*begun, *prepared, return_exceptions=True))
+        begun = [self._begin(replica) for replica in coordinators]
+        raise_first(await asyncio.gather(*begun, return_exceptions=True))
 
     async def _place(self, *replicas: Replica) -> None:
         demands = [

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from coordinator import host
-from coordinator.host import CoordinatorHost, _load_text, owner_name
+from coordinator.host import CoordinatorHost, load_text, owner_name
 from coordinator.service import CoordinatorService
 from outrider.config.deployment import CoordinatorConfig
 from outrider.drafters.lookup import NgramDrafter
@@ -55,7 +55,7 @@ async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
 async def test_errors_name_the_model_as_callers_know_it(tmp_path: Path) -> None:
     byte_level_tokenizer().save_pretrained(tmp_path)
     config = CoordinatorConfig(tokenizer_directory=str(tmp_path), served_model_name="mine")
-    text = _load_text(config)
+    text = load_text(config)
     with pytest.raises(BadRequest, match=r"^tools: the chat template of model mine does not sup"):
         text.check_tools("tools")
 

@@ -31,7 +31,7 @@ from outrider.fleet.replica_set import (
 from outrider.limits import PROCESS_START_S
 from outrider.registry.registry import ROLES, STARTS_LEASE_S, Role, Starts
 from outrider.replica.ray_actor import ActorLocation
-from tests.support.fleet_world import Sitter, playing
+from tests.support.fleet_world import Sitter, World, playing
 
 pytestmark = pytest.mark.virtual
 
@@ -302,6 +302,23 @@ async def test_a_target_that_fails_again_and_again_is_not_expected() -> None:
         await asyncio.sleep(2 * RETRY_DELAY_S_MAX)
         assert (await world.registry.starts())["draft"] == Starts("draft", last_s=0.0)
         assert len(world.names("target")) == 1
+
+
+async def test_coordinators_are_prepared_while_the_first_targets_load() -> None:
+    world = World(num_coordinators=2)
+    world.machines.loading.clear()
+    starting = asyncio.create_task(world.fleet.start())
+    await asyncio.sleep(1)
+    calls = {one.name: one.calls for one in world.machines.actors}
+    assert calls == {
+        "coordinator-0": ["prepare"],
+        "coordinator-1": ["prepare"],
+        "target-2": ["start"],
+        "draft-3": ["start"],
+    }
+    world.machines.loading.set()
+    await starting
+    assert calls["coordinator-1"] == ["prepare", "start", "engagement"]
 
 
 async def test_no_coordinator_is_started_before_there_is_a_target() -> None:
