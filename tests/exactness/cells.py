@@ -28,12 +28,14 @@ from outrider.grammar.compiler import Grammars, GrammarTokenizer
 from outrider.grammar.constraint import Constraint
 from outrider.interfaces.engine import ModelInfo
 from outrider.interfaces.request import GenerateRequest
+from outrider.models.module_replacement import speed_up
 from outrider.models.tokenizer import TokenizerText
 from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.actor import self_drafter_of
 from tests.exactness.law import Fit, completion_law, fit, no_mask
 from tests.support.models import tiny_config, tiny_drafter, tiny_eagle3, tiny_module, twin
 from tests.support.mtp_models import mtp_target, tiny_mtp
+from tests.support.paged_engines import openvino_kernels
 from tests.support.stack import HYBRID, Stack, running_stack
 
 END = 3
@@ -131,6 +133,8 @@ class Cell:
     """Whether K is chosen, up to `num_draft_tokens`."""
     grammar: bool = False
     """Whether completions follow `CONSTRAINT`, over a vocabulary of 4."""
+    openvino: bool = False
+    """Whether the target's steps run on OpenVINO."""
     repeated: bool = False
     """Whether each seed is used twice; the second completions count."""
     num_tokens: int = 3
@@ -199,7 +203,13 @@ def engines_of(cell: Cell, module: Any) -> dict[str, Any]:
         found["draft_engine"] = engine_of(draft, eos)
         if cell.drafter == "parallel":
             found["parallel_token"] = cell.draft_vocab_size - 1
-    target = engine_of(twin(module), eos, **options)
+    own = twin(module)
+    if cell.openvino:
+        own = own.float()
+        speed_up(own, packs_linears=False)
+        options["kernels"] = openvino_kernels()
+    target = engine_of(own, eos, **options)
+    assert bool(target.kernels_name) == cell.openvino
     return found | {"target_engine": target, "self_drafter": self_drafter_of(target)}
 
 

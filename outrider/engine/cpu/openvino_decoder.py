@@ -35,6 +35,7 @@ _SMALL_WEIGHTS = 2**22
 """A model with at most so many weights runs on one thread. Its steps take less than a millisecond,
 and those of several threads would wait for cores that other processes use."""
 _Ints = npt.NDArray[np.int64]
+_TRIED_IDS = 16
 _ONE_STEP = Lock()
 """A step holds this lock. Two graphs of a process would share the runtime's threads."""
 
@@ -236,17 +237,7 @@ class _Graph:
 
     def _embedded(self, embed: Any) -> Any:
         """The input [T, 1, D] of the first layer."""
-        weight = embed.weight.detach()
-        largest = int(weight.abs().argmax())
-        token_id = largest // weight.shape[1]
-        ids = torch.tensor([0, token_id])
-        with torch.inference_mode():
-            expected = embed(ids)
-            factor = float(
-                expected.view(2, -1)[1, largest % weight.shape[1]] / weight.view(-1)[largest]
-            )
-            if not torch.equal(weight[ids] * factor, expected):
-                raise CannotFuse("its embedding is not a table with a factor")
+        factor = _factor_of(embed)
         table, exponent = self._constants.table(embed.weight)
         rows = self._op.gather(table, self._inputs["token_ids"], self._ints(0))
         rows = self._times(rows, factor * 2.0**-exponent)
@@ -391,6 +382,18 @@ class _Graph:
 
     def _none(self, kind: Any, shape: Sequence[int] = (0,)) -> Any:
         return self._op.constant(np.zeros(shape), kind)
+
+
+@torch.inference_mode()
+def _factor_of(embed: Any) -> float:
+    """The number with which an embedding multiplies its table. Raises `CannotFuse`."""
+    ids = torch.arange(min(_TRIED_IDS, len(embed.weight)))
+    rows, found = embed.weight[ids], embed(ids)
+    # Each quotient may be off by a rounding.
+    for factor in (found / rows)[rows != 0].unique().tolist():
+        if torch.equal(rows * factor, found):
+            return float(factor)
+    raise CannotFuse("its embedding is not a table times a number")
 
 
 _ACTIVATIONS: tuple[tuple[Callable[[Tensor], Tensor], Callable[[Any, Any], Any]], ...] = (

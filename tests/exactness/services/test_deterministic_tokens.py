@@ -1,6 +1,7 @@
-"""Bfloat16 through the services, with deterministic engines and fused kernels: a request's tokens
-are those that it gets alone and without a draft."""
+"""Deterministic engines through the services, in bfloat16, with fused kernels and on OpenVINO: a
+request's tokens are those that it gets alone and without a draft."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from outrider.models.loading import load_model
 from outrider.models.module_replacement import speed_up
 from outrider.models.sources import resolve_model
 from tests.support.models import tiny_config, tiny_module
-from tests.support.paged_engines import pace_kernels
+from tests.support.paged_engines import openvino_kernels, pace_kernels
 from tests.support.same_tokens import check_tokens
 from tests.support.stack import running_stack
 
@@ -40,11 +41,28 @@ def tiny_engine(family: str, seed: int) -> PagedEngine:
     return engine_of(module, ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "bfloat16", (), "", ""))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-async def test_tokens_depend_on_neither_k_nor_the_batch(family: str, tmp_path: Path) -> None:
+def openvino_engine(family: str, seed: int) -> PagedEngine:
+    kernels = openvino_kernels()
+    module = tiny_module(tiny_config(family, VOCAB, MAX_MODEL_LEN), seed, torch.float32)
+    speed_up(module, packs_linears=False)
+    info = ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "float32", (), "", "")
+    engine = PagedEngine(
+        module, info, max_num_seqs=NUM_SESSIONS, deterministic=True, kernels=kernels
+    )
+    assert engine.kernels_name == kernels.name
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [("llama", tiny_engine), ("gpt_neox", tiny_engine), ("gemma3", openvino_engine)],
+)
+async def test_tokens_depend_on_neither_k_nor_the_batch(
+    family: str, make: Callable[[str, int], PagedEngine], tmp_path: Path
+) -> None:
     torch.set_num_threads(1)
     prompts = [tuple(range(1, 30)) + tuple(range(1, 3 + 2 * i)) for i in range(NUM_SESSIONS)]
-    async with running_stack(tiny_engine(family, 1), tiny_engine(family, 2), tmp_path) as stack:
+    async with running_stack(make(family, 1), make(family, 2), tmp_path) as stack:
         await check_tokens(stack, prompts, num_tokens=24, num_alone=2)
 
 

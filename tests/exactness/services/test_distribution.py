@@ -47,6 +47,18 @@ CELLS = [
     Cell(Rule.TOKEN, 3, "top-p", "eagle3", (0, 2), **ACROSS, num_samples=660, detects=SOON),
     # A target's own MTP layer, with latent attention and experts.
     Cell(Rule.TOKEN, 3, "top-p", "mtp", num_samples=660, detects=SOON),
+    # A target on OpenVINO, with a head.
+    Cell(
+        Rule.BLOCK,
+        3,
+        "top-p",
+        "eagle3",
+        (0, 2),
+        openvino=True,
+        **ACROSS,
+        num_samples=740,
+        detects=SOON,
+    ),
     # Rounds of heads that run ahead of the coordinator, behind earlier ones.
     *(
         Cell(Rule.BLOCK, 3, "top-p", drafter, ids, **LATER, num_samples=740, detects=SOON)
