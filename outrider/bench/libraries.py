@@ -47,8 +47,9 @@ class TargetInputs:
     setup: Mapping[str, Any]
     """The first message to each library's process: `context_tokens` (length of the context),
     `batch` (number of prompts at a time), `directory` (of the target's safetensors), `target` (the
-    target's settings), `precision` (dtype in which peers compute), and `gguf` (file with the same
-    weights in float16; empty = none)."""
+    target's settings), `engine` (more of them, which only Outrider has), `precision` (dtype in
+    which peers compute), and `gguf` (file with the same weights, or with weights of as many bits;
+    empty = none)."""
     eos_token_ids: Sequence[int]
     token_ids: Mapping[str, Sequence[int]]
     """Token ids of each prompt, by the prompt's text."""
@@ -83,6 +84,7 @@ class TargetInputs:
             "directory": target.directory,
             "context_tokens": -(-context // CONTEXT_STEP) * CONTEXT_STEP,
             "target": {name: getattr(target, name) for name in shared},
+            "engine": {name: getattr(target, name) for name in ("cpu_kernels", "quantization")},
             "precision": precision_of(target),
         }
         eos = stated_eos_token_ids(directory, load_tokenizer(directory))
@@ -250,6 +252,7 @@ def _swept(inputs: TargetInputs) -> Mapping[str, Any]:
     return {
         "directory": setup["directory"],
         "precision": setup["precision"],
+        "quantization": setup["engine"]["quantization"],
         "num_threads": setup["target"]["num_threads"],
     }
 
@@ -289,39 +292,58 @@ async def _rate(library: Library, setting: Setting, inputs: TargetInputs) -> flo
     )
 
 
-def bfloat16_gguf(gguf: Path, cache: Path) -> Path:
+GGUF_TYPES = {"none": "F16", "int8": "Q8_0", "int4": "Q4_0"}
+"""By the target's `quantization`, the type of matrices in the GGUF file that peers read."""
+
+
+def peer_gguf(gguf: Path, cache: Path, quantization: str) -> Path:
     """Returns a cached copy of `gguf` with weights rounded to bfloat16, like those of the target.
-    The copy stores matrices as float16, because some libraries do not read bfloat16. Only numbers
+    The copy stores matrices in the type that is nearest to those of the target (`GGUF_TYPES`):
+    without a quantization as float16, because some libraries do not read bfloat16. Only numbers
     below 2**-17 in magnitude lose bits. Vectors are float32, as llama.cpp requires."""
     from outrider.models.sources import cached_path, made_once
 
-    path = cached_path(gguf, cache, ".f16.gguf")
-    return made_once(path, lambda path: _write(gguf, path))
+    kind = GGUF_TYPES[quantization]
+    path = cached_path(gguf, cache, f".{kind.lower()}.gguf")
+    return made_once(path, lambda path: _write(gguf, path, kind))
 
 
-def _write(gguf: Path, path: Path) -> None:
+def _write(gguf: Path, path: Path, kind: str) -> None:
     import numpy as np
     import torch
-    from gguf import GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, dequantize
+    from gguf import (
+        GGML_QUANT_SIZES,
+        GGMLQuantizationType,
+        GGUFReader,
+        GGUFValueType,
+        GGUFWriter,
+        LlamaFileType,
+        dequantize,
+        quantize,
+    )
 
     reader = GGUFReader(str(gguf))
     architecture = reader.get_field("general.architecture").contents()
     # A temporary file holds the tensors until they are written, to save memory.
     writer = GGUFWriter(str(path), architecture, use_temp_file=True)
-    writer.add_file_type(LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
     own = ("general.architecture", "general.alignment", "general.file_type")
     for entry in reader.fields.values():
         if not entry.name.startswith("GGUF.") and entry.name not in own:
-            kind = entry.types[0]
-            of_entries = entry.types[-1] if kind == GGUFValueType.ARRAY else None
-            writer.add_key_value(entry.name, entry.contents(), kind, of_entries)
+            of_values = entry.types[0]
+            of_entries = entry.types[-1] if of_values == GGUFValueType.ARRAY else None
+            writer.add_key_value(entry.name, entry.contents(), of_values, of_entries)
+    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     for tensor in reader.tensors:
         # `np.array` copies the memory-mapped array, because torch needs a writable array.
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        stored = "F32"
         if not tensor.name.startswith("rope_"):  # Tables of angles are not weights.
-            rounded = values.to(torch.bfloat16)
-            values = rounded.float() if rounded.dim() == 1 else rounded.to(torch.float16)
-        writer.add_tensor(tensor.name, values.numpy())
+            values = values.to(torch.bfloat16).float()
+            if values.dim() > 1:
+                stored = "F16" if values.shape[-1] % block else kind
+        raw_type = GGMLQuantizationType[stored]
+        writer.add_tensor(tensor.name, quantize(values.numpy(), raw_type), raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -244,7 +244,8 @@ class Engine:
         from outrider.replica.engines import build_engine
 
         directory = setup["directory"]
-        config = TargetConfig(model=directory, directory=directory, **setup["target"])
+        settings = setup["target"] | setup["engine"]
+        config = TargetConfig(model=directory, directory=directory, **settings)
         self._engine = build_engine(config, config.num_threads)
 
     def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:

@@ -163,7 +163,8 @@ class PeerSides:
         readers = ", ".join(peer.name for peer in ready if peer.needs_gguf)
         if source is not None and readers:
             self._progress(f"finding or writing a GGUF file for {readers} in {cache_dir()}")
-            gguf = str(libraries.bfloat16_gguf(source, cache_dir()))
+            quantization = subject.target.quantization
+            gguf = str(libraries.peer_gguf(source, cache_dir(), quantization))
         inputs = TargetInputs.load(
             subject.target,
             prompts,

@@ -82,6 +82,7 @@ def inputs(environments: Path, **named: Any) -> TargetInputs:
         "context_tokens": 77,
         "batch": 2,
         "target": {"num_threads": 1},
+        "engine": {"quantization": "none"},
         "precision": "float32",
     }
     known: dict[str, Any] = {"token_ids": {}} | named

@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -22,9 +24,9 @@ from outrider.bench.libraries import (
     Library,
     LibraryProcess,
     TargetInputs,
-    bfloat16_gguf,
     fastest_settings,
     known_settings,
+    peer_gguf,
     precision_of,
     sweep_prompts,
 )
@@ -218,7 +220,7 @@ async def test_the_engine_decodes_in_a_process_of_our_own(tiny: TargetConfig) ->
 def test_the_library_reads_the_target_from_the_gguf_file(tmp_path: Path) -> None:
     """The weights are bit-equal after the library's own renaming and reordering of rows."""
     source = save_tiny_gguf(tmp_path / "tiny.Q8_0.gguf")
-    target, written = converted(source, tmp_path), bfloat16_gguf(source, tmp_path)
+    target, written = converted(source, tmp_path), peer_gguf(source, tmp_path, "none")
     module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
     found = load_gguf_checkpoint(
         str(written), return_tensors=True, model_to_load=module, torch_dtype=torch.bfloat16
@@ -226,3 +228,21 @@ def test_the_library_reads_the_target_from_the_gguf_file(tmp_path: Path) -> None
     expected = load_file(target / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("quantization", "kind"), [("int8", "Q8_0"), ("int4", "Q4_0")])
+def test_libraries_read_matrices_of_as_many_bits(
+    quantization: str, kind: str, tmp_path: Path
+) -> None:
+    """The weights differ from those of the target by less than a step of the type."""
+    source = save_tiny_gguf(tmp_path / "tiny.F32.gguf")
+    plain = GGUFReader(str(peer_gguf(source, tmp_path, "none"))).tensors
+    few = GGUFReader(str(peer_gguf(source, tmp_path, quantization))).tensors
+    steps = {"Q8_0": 1 / 127, "Q4_0": 1 / 8}
+    for whole, rounded in zip(plain, few, strict=True):
+        expected = dequantize(whole.data, whole.tensor_type)
+        found = dequantize(rounded.data, rounded.tensor_type)
+        is_matrix = whole.tensor_type.name == "F16"
+        assert rounded.tensor_type.name == (kind if is_matrix else "F32")
+        allowed = steps[kind] * np.abs(expected).max() if is_matrix else 0
+        assert np.abs(found - expected).max() <= allowed
