@@ -147,6 +147,8 @@ class SimulatedActor(Actor):
                 limits = TARGET_LOADING_S if self.node.role == "target" else LOADING_S
                 await asyncio.sleep(self._world.rng.uniform(*limits))
                 result = await self.node.start(arguments[0], self._world)
+            elif method == "prepare":
+                await asyncio.sleep(LOADING_S[0])
             elif method == "stop":
                 result = await self._stopped(arguments[0])
             elif method == "ping":
