@@ -268,6 +268,7 @@ class RpcServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         data = b"" if frames is None else await self._message(path, frames, name)
         if len(data) > limits.GRPC_INLINE_BYTES:
             check_fields(data, about.input_type)
+            await asyncio.sleep(0)  # Other calls go on between this and the decoding.
         if isinstance(method, _Unary):
             return (await method.call(data, context)).SerializeToString()
         async with _writing(context) as write:
