@@ -32,14 +32,17 @@ class WeightConstants:
         self._stored: dict[nn.Parameter, Callable[[], Tensor]] = {}
         """Functions that return the values of weights that have constants."""
         self._freed: list[nn.Parameter] = []
+        self.are_narrow = False
+        """Whether a matrix is stored in fewer bits than float32."""
 
     def matrix(self, weight: nn.Parameter) -> tuple[Any, int]:
         """Returns a node with the value weight * 2^n, and n."""
         if self._narrows and self._float16(weight) is None:
             whole = integers_of(weight.detach())
             if whole is not None:
-                self._stored[weight] = whole.product
+                self._stored[weight], self.are_narrow = whole.product, True
                 return self._integers(whole), 0
+        self.are_narrow |= self._narrows and self._float16(weight) is not None
         return self.table(weight)
 
     def table(self, weight: nn.Parameter) -> tuple[Any, int]:

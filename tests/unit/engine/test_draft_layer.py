@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.engine.cpu import openvino_decoder
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError, StepUndone
 from outrider.interfaces.engine import DraftingEngine, ModelInfo, SequenceStep
@@ -117,6 +118,15 @@ class Pair:
     def check(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         assert found.shape == expected.shape
         assert (found - expected).norm() <= self.close * expected.norm()
+
+
+def test_features_of_a_step_that_runs_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("openvino")
+    monkeypatch.setattr(openvino_decoder, "_ROWS_OF_A_PASS", 8)
+    for engine in (pair.engine, pair.plain):
+        monkeypatch.setattr(engine._decoder, "cuts_steps", True)
+    pair.forward([SequenceStep("a", ids(37), 30), SequenceStep("b", ids(11, 2), 11)])
+    pair.draft("a", "b")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -158,6 +158,36 @@ def constant_type(node: Any, index: int) -> str:
     return str(source.get_element_type().get_type_name())
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("f32", [202]), ("f16", [67, 67, 68]), ("i8", [67, 67, 68])]
+)
+def test_long_steps_run_in_passes_if_weights_are_narrow(
+    kind: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes begin and end inside sequences, and inside the tokens whose logits are wanted."""
+    widths = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    module = with_weights(kind, llama(**widths))
+    library = twin(module)
+    engine = engine_of(module)
+    passes = []
+    rows_of = openvino_decoder._rows
+
+    def recorded(*given: Any) -> Any:
+        passes.append(rows_of(*given))
+        return passes[-1]
+
+    monkeypatch.setattr(openvino_decoder, "_rows", recorded)
+    texts = {"a": ids(90), "b": ids(1), "c": ids(61, 3), "d": ids(50, 5)}
+    wanted = {"a": 80, "b": 1, "c": 30, "d": 0}
+    steps = [SequenceStep(name, text, wanted[name]) for name, text in texts.items()]
+    found = dict(zip(texts, engine.forward(steps), strict=True))
+    assert [len(each.own) for each in passes] == sizes
+    for name, text in texts.items():
+        assert len(found[name]) == wanted[name]
+        check_rows(found[name], library, text)
+        check_rows(run(engine, name, ids(4, 9), 4), library, text + ids(4, 9))
+
+
 @pytest.mark.parametrize("bits", [0, 8])
 def test_wide_layers_are_deterministic_with_weights_in_float32(bits: int) -> None:
     """In 16 and in 8 bits, products of 96 rows and more would round differently."""
